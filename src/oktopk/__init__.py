@@ -1,0 +1,13 @@
+"""Sparse gradient exchange for data-parallel PyTorch: a few percent of the traffic.
+
+    reducer = oktopk.Reducer(numel, method="oktopk", density=0.02)
+    stats = reducer.reduce_(flat_gradient)   # in place: the average; the same bits on all ranks
+"""
+
+from oktopk.methods import METHODS
+from oktopk.reducer import Reducer
+from oktopk.simulate import simulate
+from oktopk.stats import StepStats
+from oktopk.version import __version__
+
+__all__ = ["METHODS", "Reducer", "StepStats", "__version__", "simulate"]

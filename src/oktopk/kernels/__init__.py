@@ -1,0 +1,67 @@
+"""Pure functions on one flat tensor: the passes over memory that every method is made of.
+
+Each has three forms that give the same bits: `reference` in plain torch for any device, `cpu` in
+numba, `cuda` in Triton. The form is chosen by the tensor's device. Nothing here knows of a network.
+
+Magnitudes are ordered as their bits are, so a NaN counts as larger than everything: it is always
+selected, and whoever looks at the few selected values has seen every NaN of the tensor.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from types import ModuleType
+
+from torch import Tensor
+
+from oktopk.sparse import Sparse
+
+# device type -> (the package its form needs, the form)
+FORMS = {"cpu": ("numba", "oktopk.kernels.cpu"), "cuda": ("triton", "oktopk.kernels.cuda")}
+
+
+@cache
+def form(device_type: str) -> ModuleType:
+    """The module with the fastest kernels for a device; plain torch where there is none."""
+    package, module = FORMS.get(device_type, ("", ""))
+    if package and importlib.util.find_spec(package):
+        return importlib.import_module(module)
+    return importlib.import_module("oktopk.kernels.reference")
+
+
+def kth_magnitude(x: Tensor, k: int) -> float:
+    """The k-th largest |x|, exactly, for 1 <= k <= n. Two passes of counting, no sort: O(n)."""
+    return form(x.device.type).kth_magnitude(x, k)
+
+
+def select(x: Tensor, threshold: float, capacity: int) -> tuple[Sparse, int]:
+    """Keep `|x| >= threshold`, and tell how many there are. One pass: O(n).
+
+    When there are more than `capacity`, the count is right but the entries are only the first ones.
+    """
+    return form(x.device.type).select(x, threshold, capacity)
+
+
+def accumulate_select(
+    residual: Tensor, grad: Tensor, threshold: float, capacity: int
+) -> tuple[Sparse, int]:
+    """`residual += grad`, then as `select`, in one pass over both. `grad` stays as it is."""
+    return form(residual.device.type).accumulate_select(residual, grad, threshold, capacity)
+
+
+def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) -> Sparse:
+    """Sum several selections that all lie in [lo, hi), each ascending, one after the other.
+
+    Every sum is taken in the order of the parts, so it has the same bits wherever it is computed.
+    O(entries + (hi - lo)). `numel` of what comes back is `hi`.
+    """
+    return form(values.device.type).merge(indices, values, splits, lo, hi)
+
+
+def settle_(grad: Tensor, residual: Tensor, result: Sparse, local: Sparse, divisor: int) -> None:
+    """`grad` becomes `result / divisor`; `residual` becomes 0 where `local` and `result` meet.
+
+    One write of n, then O(|result| + |local|).
+    """
+    form(grad.device.type).settle_(grad, residual, result, local, divisor)

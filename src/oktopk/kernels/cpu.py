@@ -1,0 +1,293 @@
+"""The kernels in numba, one core each, without the GIL.
+
+Selection reads 32 values at a time, compares them as one vector and gets a word with a bit per hit.
+At a few percent density most words have no hit or one: the first three slots are written without
+asking, which costs less than a branch the processor cannot foresee. That makes the fused pass about
+as fast as the addition alone (benchmarks/selection.py).
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from oktopk.sparse import Sparse
+
+WIDTH = 32  # values compared at once: one 32-bit word of hits
+AHEAD = 3  # slots written per word before looking how many hits there were
+DIGIT = 16  # bits of a magnitude counted in one pass of the k-th value
+
+UNSIGNED = {torch.float32: np.uint32, torch.float64: np.uint64}
+INTEGER = {torch.float32: np.int32, torch.float64: np.int64}
+
+compiled = numba.njit(nogil=True, cache=True, boundscheck=False)
+
+
+def _vector_at(context, builder, array_type, array, position, lanes):
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [position]), lanes.as_pointer())
+
+
+def _load(builder, pointer, width):
+    vector = builder.load(pointer)
+    vector.align = width // 8  # of one value: a flat view may start anywhere
+    return vector
+
+
+def _hits(builder, vector, threshold, bits):
+    """One bit per lane: magnitude bits >= threshold bits, compared as integers."""
+    lanes = ir.VectorType(ir.IntType(bits), WIDTH)
+    magnitude = builder.and_(
+        builder.bitcast(vector, lanes), ir.Constant(lanes, [(1 << (bits - 1)) - 1] * WIDTH)
+    )
+    first = builder.insert_element(
+        ir.Constant(lanes, ir.Undefined), threshold, ir.IntType(32)(0)
+    )
+    everywhere = ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), [0] * WIDTH)
+    threshold = builder.shuffle_vector(first, ir.Constant(lanes, ir.Undefined), everywhere)
+    hit = builder.icmp_signed(">=", magnitude, threshold)
+    return builder.bitcast(hit, ir.IntType(WIDTH))
+
+
+@intrinsic
+def hit_word(typing, x, position, threshold):
+    """Which of x[position : position + 32] reach the threshold (given as bits)."""
+    bits = x.dtype.bitwidth
+    integer = types.int32 if bits == 32 else types.int64
+    signature = types.uint32(x, types.intp, integer)
+
+    def codegen(context, builder, signature, args):
+        lane = ir.FloatType() if bits == 32 else ir.DoubleType()
+        lanes = ir.VectorType(lane, WIDTH)
+        pointer = _vector_at(context, builder, signature.args[0], args[0], args[1], lanes)
+        return _hits(builder, _load(builder, pointer, bits), args[2], bits)
+
+    return signature, codegen
+
+
+@intrinsic
+def add_hit_word(typing, acc, grad, position, threshold):
+    """As hit_word, after acc[position : position + 32] += grad[position : position + 32]."""
+    bits = acc.dtype.bitwidth
+    integer = types.int32 if bits == 32 else types.int64
+    signature = types.uint32(acc, grad, types.intp, integer)
+
+    def codegen(context, builder, signature, args):
+        lane = ir.FloatType() if bits == 32 else ir.DoubleType()
+        lanes = ir.VectorType(lane, WIDTH)
+        to = _vector_at(context, builder, signature.args[0], args[0], args[2], lanes)
+        of = _vector_at(context, builder, signature.args[1], args[1], args[2], lanes)
+        total = builder.fadd(_load(builder, to, bits), _load(builder, of, bits))
+        builder.store(total, to).align = bits // 8
+        return _hits(builder, total, args[3], bits)
+
+    return signature, codegen
+
+
+@intrinsic
+def lowest_bit(typing, word):
+    """Position of the lowest set bit; 32 for an empty word."""
+
+    def codegen(context, builder, signature, args):
+        return builder.cttz(args[0], ir.IntType(1)(0))
+
+    return types.uint32(types.uint32), codegen
+
+
+@intrinsic
+def num_bits(typing, word):
+    def codegen(context, builder, signature, args):
+        return builder.ctpop(args[0])
+
+    return types.uint32(types.uint32), codegen
+
+
+@compiled
+def _emit(word, x, start, indices, values, count):
+    """Write the hits of one word. Needs room for a whole word and one value behind it in x."""
+    end = count + np.intp(num_bits(word))
+    for ahead in range(AHEAD):
+        at = start + np.intp(lowest_bit(word))
+        indices[count + ahead] = at
+        values[count + ahead] = x[at]
+        word &= word - np.uint32(1)
+    slot = count + AHEAD
+    while word:
+        at = start + np.intp(lowest_bit(word))
+        indices[slot] = at
+        values[slot] = x[at]
+        word &= word - np.uint32(1)
+        slot += 1
+    return end
+
+
+@compiled
+def _select_tail(x, level, capacity, indices, values, start, count):
+    for i in range(start, x.size):
+        if not abs(x[i]) < level:  # a NaN is a hit here too
+            if count <= capacity:
+                indices[count] = i
+                values[count] = x[i]
+            count += 1
+    return count
+
+
+@compiled
+def _select(x, level, threshold, capacity, indices, values):
+    count = 0
+    num_words = max(x.size // WIDTH - 1, 0)  # the last word has nothing behind it to read ahead
+    for word in range(num_words):
+        hits = hit_word(x, word * WIDTH, threshold)
+        if count <= capacity:
+            count = _emit(hits, x, word * WIDTH, indices, values, count)
+        else:
+            count += np.intp(num_bits(hits))
+    return _select_tail(x, level, capacity, indices, values, num_words * WIDTH, count)
+
+
+@compiled
+def _accumulate_select(acc, grad, level, threshold, capacity, indices, values):
+    count = 0
+    num_words = max(acc.size // WIDTH - 1, 0)
+    for word in range(num_words):
+        hits = add_hit_word(acc, grad, word * WIDTH, threshold)
+        if count <= capacity:
+            count = _emit(hits, acc, word * WIDTH, indices, values, count)
+        else:
+            count += np.intp(num_bits(hits))
+    start = num_words * WIDTH
+    for i in range(start, acc.size):
+        acc[i] += grad[i]
+    return _select_tail(acc, level, capacity, indices, values, start, count)
+
+
+@compiled
+def _count_digits(bits, sign_off, prefix, digit, shift, counts):
+    """How often each digit stands behind `prefix`, the digits found so far."""
+    one = bits.dtype.type(1)
+    low = (one << digit) - one
+    for i in range(bits.size):
+        digits = (bits[i] & sign_off) >> shift
+        if (digits >> digit) == prefix:
+            counts[digits & low] += 1
+
+
+@compiled
+def _merge(indices, values, lo, sums, touched, out_indices, out_values):
+    for i in range(indices.size):
+        at = np.intp(indices[i]) - lo
+        sums[at] += values[i]
+        touched[at >> 5] |= np.uint32(1) << np.uint32(at & 31)
+    count = 0
+    for word in range(touched.size):
+        hits = touched[word]
+        while hits:
+            at = word * 32 + np.intp(lowest_bit(hits))
+            out_indices[count] = at + lo
+            out_values[count] = sums[at]
+            hits &= hits - np.uint32(1)
+            count += 1
+    return count
+
+
+@compiled
+def _scatter(grad, indices, values, divisor):
+    for i in range(indices.size):
+        grad[indices[i]] = values[i] / divisor
+
+
+@compiled
+def _clear_common(residual, ours, result):
+    """Zero `residual` at the indices both lists have; both ascend, so one walk finds them."""
+    i = 0
+    for j in range(result.size):
+        while i < ours.size and ours[i] < result[j]:
+            i += 1
+        if i == ours.size:
+            return
+        if ours[i] == result[j]:
+            residual[result[j]] = 0
+
+
+def kth_magnitude(x: Tensor, k: int) -> float:
+    bits = x.detach().numpy().view(UNSIGNED[x.dtype])
+    unsigned = bits.dtype.type
+    shift = bits.itemsize * 8 - 1  # without the sign
+    sign_off, prefix = unsigned((1 << shift) - 1), 0
+    while shift > 0:
+        digit = min(DIGIT, shift)
+        shift -= digit
+        counts = np.zeros(1 << digit, np.int32)
+        _count_digits(
+            bits, sign_off, unsigned(prefix), unsigned(digit), unsigned(shift), counts
+        )
+        num_at_least = np.cumsum(counts[::-1])[::-1]
+        found = int(np.searchsorted(-num_at_least, -k, side="right")) - 1  # last with >= k
+        k -= int(num_at_least[found] - counts[found])
+        prefix = prefix << digit | found
+    return unsigned(prefix).view(x.numpy().dtype).item()
+
+
+def _room(x: Tensor, capacity: int) -> tuple[int, Tensor, Tensor]:
+    # the compiled loops stop writing once they are past the capacity, at most one word later
+    capacity = min(capacity, x.numel())
+    slots = capacity + WIDTH + AHEAD
+    return capacity, torch.empty(slots, dtype=torch.int32), torch.empty(slots, dtype=x.dtype)
+
+
+def _bits_of(threshold: float, x: Tensor) -> tuple[np.floating, np.integer]:
+    # rounded by torch: numpy warns when a large one becomes infinite
+    level = x.numpy().dtype.type(torch.tensor(threshold, dtype=x.dtype).item())
+    return level, level.view(INTEGER[x.dtype])
+
+
+def select(x: Tensor, threshold: float, capacity: int) -> tuple[Sparse, int]:
+    capacity, indices, values = _room(x, capacity)
+    level, bits = _bits_of(threshold, x)
+    count = _select(x.numpy(), level, bits, capacity, indices.numpy(), values.numpy())
+    num = min(count, capacity)
+    return Sparse(indices[:num], values[:num], x.numel()), count
+
+
+def accumulate_select(
+    residual: Tensor, grad: Tensor, threshold: float, capacity: int
+) -> tuple[Sparse, int]:
+    capacity, indices, values = _room(residual, capacity)
+    level, bits = _bits_of(threshold, residual)
+    # 16-bit gradients are widened first: numba has no such types, and on a CPU they are rare
+    wide = grad.to(residual.dtype)
+    count = _accumulate_select(
+        residual.numpy(), wide.numpy(), level, bits, capacity, indices.numpy(), values.numpy()
+    )
+    num = min(count, capacity)
+    return Sparse(indices[:num], values[:num], residual.numel()), count
+
+
+def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) -> Sparse:
+    sums = np.zeros(hi - lo, values.numpy().dtype)
+    touched = np.zeros((hi - lo + 31) // 32, np.uint32)
+    at_most = min(indices.numel(), hi - lo)
+    out_indices = torch.empty(at_most, dtype=torch.int32)
+    out_values = torch.empty(at_most, dtype=values.dtype)
+    # the parts follow each other, so reading on and on adds them in their order
+    num = _merge(
+        indices.numpy(), values.numpy(), lo, sums, touched, out_indices.numpy(), out_values.numpy()
+    )
+    return Sparse(out_indices[:num], out_values[:num], hi)
+
+
+def settle_(grad: Tensor, residual: Tensor, result: Sparse, local: Sparse, divisor: int) -> None:
+    assert result.indices is not None and local.indices is not None
+    ours, theirs = local.indices.numpy(), result.indices.numpy()
+    grad.zero_()
+    if grad.dtype == result.values.dtype:
+        level = result.values.numpy().dtype.type(divisor)
+        _scatter(grad.numpy(), theirs, result.values.numpy(), level)
+    else:
+        grad[result.indices.long()] = (result.values / divisor).to(grad.dtype)
+    _clear_common(residual.numpy(), ours, theirs)

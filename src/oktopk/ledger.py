@@ -1,0 +1,77 @@
+"""The ledger: every byte and message that passed the door, by stage, payload and header apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one rank sent and received. Payload is gradient data; headers are sizes, counts, bins."""
+
+    payload_sent: int = 0
+    header_sent: int = 0
+    messages_sent: int = 0
+    payload_received: int = 0
+    header_received: int = 0
+    messages_received: int = 0
+
+    @property
+    def sent(self) -> int:
+        return self.payload_sent + self.header_sent
+
+    @property
+    def received(self) -> int:
+        return self.payload_received + self.header_received
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
+
+def messages(sent: Iterable[int], received: Iterable[int], *, header: bool) -> Traffic:
+    """Messages of the given bytes. Empty ones are never sent, so they do not count."""
+    sent, received = [b for b in sent if b], [b for b in received if b]
+    kind = "header" if header else "payload"
+    return Traffic(
+        **{f"{kind}_sent": sum(sent), f"{kind}_received": sum(received)},
+        messages_sent=len(sent),
+        messages_received=len(received),
+    )
+
+
+def dense_allreduce(nbytes: int, size: int) -> Traffic:
+    """What a dense allreduce costs each rank: reduce-scatter, then allgather, 2n(P-1)/P elements.
+
+    The process group chooses the algorithm; every bandwidth-optimal one has this bill.
+    """
+    share, num = 2 * nbytes * (size - 1) // size, 2 * (size - 1) if nbytes else 0
+    return Traffic(
+        payload_sent=share, payload_received=share, messages_sent=num, messages_received=num
+    )
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Traffic by stage (`split`, `gather`, ...), counted from the start."""
+
+    stages: dict[str, Traffic] = field(default_factory=dict)
+
+    def add(self, stage: str, traffic: Traffic) -> None:
+        self.stages[stage] = self.stages.get(stage, Traffic()) + traffic
+
+    def total(self) -> Traffic:
+        return sum(self.stages.values(), Traffic())
+
+    def snapshot(self) -> dict[str, Traffic]:
+        """The counts by now, to subtract later with `since`."""
+        return dict(self.stages)
+
+    def since(self, before: dict[str, Traffic]) -> dict[str, Traffic]:
+        """What was booked after `before`, by stage."""
+        return {
+            stage: traffic - before.get(stage, Traffic()) for stage, traffic in self.stages.items()
+        }

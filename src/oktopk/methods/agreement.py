@@ -1,0 +1,144 @@
+"""The global threshold: agreed on by counting, never by gathering the values.
+
+On exact steps the ranks find the k-th largest magnitude of all regions digit by digit: 8 bits a
+round, one histogram of 256 bins summed over ranks. Between exact steps one header tells how many
+entries reach each of a dozen thresholds around the last one, and the one nearest k is taken. Either
+way the count is right in the same step, and a threshold step costs a few kilobytes, not a gather of
+all non-zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oktopk.comm import Comm
+from oktopk.methods.balance import affordable, must_balance, within_bound
+from oktopk.methods.selection import BAND, smallest
+from oktopk.methods.state import Level, State, slope_between
+from oktopk.sparse import Sparse
+
+DIGIT = 8  # bits found per round
+RUNGS = 12
+STEP = 1.08  # counts of neighbouring rungs should differ by this factor
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What this rank keeps of its region, and what everyone knows of everyone."""
+
+    region: Sparse
+    counts: list[int]
+    """Entries kept by each rank."""
+
+    outside: list[int]
+    """Entries each rank has sent in split-and-reduce."""
+
+    threshold: float
+
+
+def select_globally(region: Sparse, outside: int, k: int, state: State, comm: Comm) -> Kept:
+    """Keep the largest sums of all regions, about k together, within the bound on words."""
+    kept = None
+    if k > 0 and state.result is not None and state.step % state.exact_every:
+        kept = _by_ladder(region, outside, k, state, comm)
+    if kept is None:
+        kept = _exactly(region, outside, k, state, comm)
+    if not _fits(kept, k):
+        kept = _exactly(region, outside, affordable(kept.outside, k), state, comm)
+    return kept
+
+
+def _fits(kept: Kept, k: int) -> bool:
+    balanced = must_balance(kept.counts, kept.outside, k)
+    return within_bound(kept.counts, kept.outside, k, balanced=balanced)
+
+
+def _by_ladder(region: Sparse, outside: int, k: int, state: State, comm: Comm) -> Kept | None:
+    """Take the rung with the count nearest k; None if none is within 10 %."""
+    level = state.result
+    assert level is not None
+    least = smallest(region.values)
+    rungs = torch.tensor(  # ascending thresholds, descending counts
+        [max(level.at(STEP ** (RUNGS / 2 - rung)), least) for rung in range(RUNGS)],
+        dtype=region.values.dtype,
+        device=region.values.device,
+    )
+    reached = torch.bucketize(region.values.abs(), rungs, right=True)
+    num_reaching = torch.bincount(reached, minlength=RUNGS + 1).flip(0).cumsum(0).flip(0)[1:]
+    header = torch.cat([num_reaching, num_reaching.new_tensor([outside])]).int()
+    table = comm.all_gather(header, stage="counts").tolist()
+    totals = [sum(column) for column in zip(*table, strict=True)][:RUNGS]
+    best = min(range(RUNGS), key=lambda rung: abs(totals[rung] - k))
+    thresholds = rungs.tolist()
+    slope = slope_between(thresholds[0], totals[0], thresholds[-1], totals[-1]) or level.slope
+    if not (1 - BAND) * k <= totals[best] <= (1 + BAND) * k:
+        return None
+    state.result = Level(thresholds[best], slope).moved(thresholds[best], totals[best] / k)
+    return Kept(
+        _masked(region, reached > best),
+        [row[best] for row in table],
+        [row[RUNGS] for row in table],
+        thresholds[best],
+    )
+
+
+def _exactly(region: Sparse, outside: int, k: int, state: State, comm: Comm) -> Kept:
+    """Keep exactly the k largest (fewer if there are fewer); ties go to the lower index."""
+    threshold = kth_over_ranks(region.values, k, comm)
+    above = ~(region.values.abs() <= threshold)  # so written, a NaN is above
+    tied = region.values.abs() == threshold
+    header = torch.stack([above.sum(), tied.sum(), above.new_tensor(outside, dtype=torch.int64)])
+    table = comm.all_gather(header.int(), stage="counts").tolist()
+    quota = k - sum(num_above for num_above, _, _ in table)
+    counts, ties_taken = [], []
+    for num_above, num_tied, _ in table:  # rank order is index order
+        take = min(num_tied, max(quota, 0))
+        quota -= take
+        ties_taken.append(take)
+        counts.append(num_above + take)
+    keep = above | (tied & (tied.cumsum(0) <= ties_taken[comm.rank]))
+    slope = state.result.slope if state.result else Level(0.0).slope
+    state.result = Level(threshold, slope)
+    return Kept(_masked(region, keep), counts, [row[2] for row in table], threshold)
+
+
+def kth_over_ranks(values: Tensor, k: int, comm: Comm) -> float:
+    """The k-th largest magnitude over all ranks, exactly; the least threshold if there are fewer.
+
+    4 rounds of 256 int32 for float32 values (8 for float64), each summed over ranks.
+    """
+    if k <= 0:
+        return math.inf
+    least = smallest(values)
+    integer = torch.int32 if values.dtype == torch.float32 else torch.int64
+    magnitudes = values.abs()
+    bits = magnitudes[~(magnitudes < least)].view(integer)
+    shift, prefix = values.dtype.itemsize * 8, 0
+    while shift > 0:
+        shift -= DIGIT
+        digits = (bits >> shift).bitwise_and_((1 << DIGIT) - 1)
+        bins = torch.bincount(digits, minlength=1 << DIGIT).int()
+        counts = comm.sum_small(bins, stage="threshold").tolist()
+        digit, k = _digit_of(counts, k)
+        prefix = prefix << DIGIT | digit
+        bits = bits[digits == digit]
+    found = torch.tensor(prefix, dtype=integer).view(values.dtype).item()
+    return max(found, least)
+
+
+def _digit_of(counts: list[int], k: int) -> tuple[int, int]:
+    """The digit of the k-th from the top, and its place among those that share it."""
+    for digit in range(len(counts) - 1, 0, -1):
+        if counts[digit] >= k:
+            return digit, k
+        k -= counts[digit]
+    return 0, k
+
+
+def _masked(sparse: Sparse, keep: Tensor) -> Sparse:
+    assert sparse.indices is not None
+    return Sparse(sparse.indices[keep], sparse.values[keep], sparse.numel)

@@ -1,0 +1,127 @@
+"""Moves one and two: `residual += grad`, then choose what to offer.
+
+Every selection takes (residual, grad, k, state), leaves acc in `residual` and returns at most k
+entries. Zeros are never offered, so there may be fewer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from oktopk import kernels
+from oktopk.methods.state import Level, State, slope_between
+from oktopk.sparse import Sparse, empty
+
+BAND = 0.1  # counts may be this fraction off k
+AIM = 1.25  # candidates wanted, in k: enough to hold the k-th value when it moved a little
+ROOM = 2.0  # candidates there is room for, in k
+
+
+def smallest(values: Tensor) -> float:
+    """The least threshold: zeros are nothing to send, and denormals may be flushed to zero."""
+    return torch.finfo(values.dtype).smallest_normal
+
+
+def top(sparse: Sparse, k: int) -> tuple[Sparse, float]:
+    """The k largest magnitudes of a selection, and the k-th of them. Ties go to the lower index."""
+    assert sparse.indices is not None
+    if k <= 0:
+        return empty(sparse.numel, sparse.values), 0.0
+    if sparse.num <= k:
+        return sparse, kernels.kth_magnitude(sparse.values, sparse.num) if sparse.num else 0.0
+    threshold = max(kernels.kth_magnitude(sparse.values, k), smallest(sparse.values))
+    chosen, count = kernels.select(sparse.values, threshold, sparse.num)
+    assert chosen.indices is not None
+    kept = Sparse(sparse.indices[chosen.indices.long()], chosen.values, sparse.numel)
+    return (kept if count <= k else without_ties(kept, threshold, k)), threshold
+
+
+def without_ties(sparse: Sparse, threshold: float, k: int) -> Sparse:
+    """Drop what is over k of the entries exactly at the threshold, the highest indices first."""
+    assert sparse.indices is not None
+    tied = sparse.values.abs() == threshold
+    num_above = sparse.num - int(tied.sum())
+    keep = ~tied | (tied.cumsum(0) <= k - num_above)
+    return Sparse(sparse.indices[keep], sparse.values[keep], sparse.numel)
+
+
+def exact_of(acc: Tensor, k: int) -> tuple[Sparse, float]:
+    """The k largest magnitudes of a dense vector, and the k-th. Three passes over n, no sort."""
+    if k <= 0:
+        return empty(acc.numel(), acc), 0.0
+    threshold = max(kernels.kth_magnitude(acc, k), smallest(acc))
+    local, count = kernels.select(acc, threshold, k)
+    if count > k:  # ties: see all of them, keep the first
+        local, _ = kernels.select(acc, threshold, count)
+        local = without_ties(local, threshold, k)
+    return local, threshold
+
+
+def everything(residual: Tensor | None, grad: Tensor, k: int, state: State) -> Sparse:
+    """The whole gradient, for the dense exchange; fp32 at least, as the sums are."""
+    acc = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    if residual is not None:  # what a sparse phase before this one still owes
+        acc = acc + residual
+        residual.zero_()
+    return Sparse(None, acc, grad.numel())
+
+
+def exact(residual: Tensor, grad: Tensor, k: int, state: State) -> Sparse:
+    """The exact top k of acc."""
+    return exact_of(residual.add_(grad), k)[0]
+
+
+def gaussian(residual: Tensor, grad: Tensor, k: int, state: State) -> Sparse:
+    """By the threshold that k of n normal values reach, corrected until the count is near k.
+
+    Gradients have heavier tails than that, so the first guess is off; each correction costs one
+    counting pass, and where none helps (ties) the exact k-th value decides.
+    """
+    acc = residual.add_(grad)
+    if k <= 0:
+        return empty(acc.numel(), acc)
+    rms = float(torch.linalg.vector_norm(acc, dtype=torch.float64)) / acc.numel() ** 0.5
+    quantile = torch.special.ndtri(torch.tensor(1 - k / acc.numel() / 2, dtype=torch.float64))
+    level, seen = Level(rms * quantile.item()), (0.0, 0)
+    for _ in range(8):
+        threshold = max(level.threshold, smallest(acc))
+        local, count = kernels.select(acc, threshold, k)
+        nothing_more = threshold == smallest(acc) and count < k
+        if (1 - BAND) * k <= count <= k or nothing_more:
+            return local
+        (low, num_low), (high, num_high) = sorted([seen, (threshold, count)])
+        slope = slope_between(low, num_low, high, num_high) or level.slope
+        # aim inside the band, below k: what is over k would have to be cut off
+        level = Level(threshold, slope).moved(threshold, max(count, 1) / k / (1 - BAND / 2))
+        seen = (threshold, count)
+    return exact_of(acc, k)[0]
+
+
+def near_exact(residual: Tensor, grad: Tensor, k: int, state: State) -> Sparse:
+    """The top k of acc for the price of one fused pass: last step's threshold finds candidates.
+
+    A threshold a little below the last one gives about 1.25 k candidates in the same pass that adds
+    the gradient; the exact k-th of those few is then the exact k-th of all. Only when the scale
+    jumped so far that there are fewer than 0.9 k candidates or more than 2 k does a full selection
+    follow, at once. It concerns this rank alone: no collective depends on it.
+    """
+    level = state.local
+    if k <= 0 or level is None or state.step % state.exact_every == 0:
+        return _exact_level(residual.add_(grad), k, state)
+    low = max(level.at(AIM), smallest(residual))
+    candidates, count = kernels.accumulate_select(residual, grad, low, int(ROOM * k))
+    if not (1 - BAND) * k <= count <= int(ROOM * k):
+        return _exact_level(residual, k, state)
+    if count <= k:
+        state.local = level.moved(low, count / k)
+        return candidates
+    local, threshold = top(candidates, k)
+    state.local = Level(threshold, slope_between(low, count, threshold, k) or level.slope)
+    return local
+
+
+def _exact_level(acc: Tensor, k: int, state: State) -> Sparse:
+    local, threshold = exact_of(acc, k)
+    state.local = Level(threshold, state.local.slope) if state.local else Level(threshold)
+    return local

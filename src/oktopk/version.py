@@ -1,0 +1,3 @@
+"""The version, apart, so that building a package need not import torch."""
+
+__version__ = "0.1.0"

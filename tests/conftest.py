@@ -1,0 +1,21 @@
+"""Ranks for the tests: eight real processes that live for the whole run, and simulated ones."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU needed; must be set before triton loads
+
+import pytest
+import torch
+from worlds import World, warm_kernels
+
+
+@pytest.fixture(scope="session")
+def world():
+    """Eight gloo processes; `world.run(P, fn, *args)` calls fn(group, *args) on the first P."""
+    torch.set_num_threads(1)
+    warm_kernels()
+    world = World(8)
+    yield world
+    world.close()

@@ -8,6 +8,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU needed; must be set bef
 
 import pytest
 import torch
+
 from worlds import World, warm_kernels
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from streams import STREAMS
 from torch import Tensor
 
 from oktopk import METHODS, Reducer, StepStats, simulate
 from oktopk.comm import Comm
+from streams import STREAMS
 
 
 @dataclass
@@ -32,7 +32,8 @@ def trajectory(
     done = []
     for step in range(steps):
         grad = STREAMS[stream](n, rank, step).to(dtype)
-        acc = grad.to(reducer.residual.dtype) + reducer.residual
+        wide = torch.promote_types(dtype, torch.float32)
+        acc = grad.to(wide) + reducer.residual.to(wide)
         stats = reducer.reduce_(grad)
         residual = reducer.residual.to(torch.float64, copy=True)
         done.append(Step(acc.double(), grad.double() * size, residual, stats))
@@ -45,7 +46,7 @@ def simulated(size: int, *args, **more) -> list[list[Step]]:
 
 
 def assert_nothing_is_lost(ranks: list[list[Step]], tolerance: float) -> None:
-    """Sum of acc = result + sum of residuals; tolerance 0 asks for the very bits (whole numbers)."""
+    """Sum of acc = result + sum of residuals; tolerance 0 asks for the very bits."""
     for step, done in enumerate(zip(*ranks, strict=True)):
         had = sum(rank.acc for rank in done)
         total = done[0].total if tolerance else done[0].total.round()

@@ -35,7 +35,7 @@ def drifting(n: int, rank: int, step: int) -> Tensor:
 
 
 def whole(n: int, rank: int, step: int) -> Tensor:
-    """Whole numbers: their sums are exact in float64, so conservation can be checked bit for bit."""
+    """Whole numbers: float64 sums of them are exact, so conservation can be checked to the bit."""
     return torch.randint(
         -(10**6), 10**6, (n,), generator=_generator(rank, step), dtype=torch.int64
     ).double()
@@ -73,6 +73,15 @@ def jumping(n: int, rank: int, step: int) -> Tensor:
 STREAMS = {
     f.__name__: f
     for f in (
-        gaussian, laplace, heavy, drifting, whole, skewed, zeros, ties, some_ranks_empty, jumping
+        gaussian,
+        laplace,
+        heavy,
+        drifting,
+        whole,
+        skewed,
+        zeros,
+        ties,
+        some_ranks_empty,
+        jumping,
     )
 }

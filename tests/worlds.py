@@ -1,9 +1,10 @@
-"""A pool of real ranks. Starting eight processes once costs seconds; per test it would be minutes."""
+"""A pool of real ranks: eight processes once cost seconds, per test they would cost minutes."""
 
 from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import tempfile
 import traceback
 from datetime import timedelta
@@ -17,7 +18,7 @@ SIZES = (1, 2, 3, 4, 5, 8)
 
 
 def warm_kernels() -> None:
-    """Compile the numba kernels once, into their cache on disk, before eight processes need them."""
+    """Compile the numba kernels once, into their cache, before eight processes need them."""
     for dtype in (torch.float32, torch.float64):
         x = torch.arange(1.0, 200.0, dtype=dtype)
         kernels.kth_magnitude(x, 3)
@@ -37,13 +38,15 @@ def _serve(rank: int, size: int, rendezvous: str, pipe) -> None:
         world_size=size,
         timeout=timedelta(seconds=30),
     )
-    groups = {P: dist.new_group(list(range(P))) for P in SIZES if P <= size}
+    groups = {P: dist.new_group(list(range(P))) for P in SIZES if size >= P}
     while (task := pipe.recv()) is not None:
         P, fn, args = task
         try:
-            pipe.send((True, fn(groups[P], *args)))
+            answer = (True, fn(groups[P], *args))
         except Exception:  # noqa: BLE001 - whatever it is, the test must see it
-            pipe.send((False, traceback.format_exc()))
+            answer = (False, traceback.format_exc())
+        # plain pickle: a pipe would share every tensor through a file descriptor of its own
+        pipe.send_bytes(pickle.dumps(answer))
     dist.destroy_process_group()
 
 
@@ -59,9 +62,7 @@ class World:
             ends = [context.Pipe() for _ in range(size)]
             self.pipes = [ours for ours, _ in ends]
             self.processes = [
-                context.Process(
-                    target=_serve, args=(rank, size, rendezvous, theirs), daemon=True
-                )
+                context.Process(target=_serve, args=(rank, size, rendezvous, theirs), daemon=True)
                 for rank, (_, theirs) in enumerate(ends)
             ]
             for process in self.processes:
@@ -69,7 +70,7 @@ class World:
             self.run(size, _ready)  # the file must stay until everyone has met
 
     def run(self, P: int, fn, *args, timeout: float = 90) -> list:
-        """What fn(group, *args) returned on each of the first P ranks; raises if one of them did."""
+        """What fn(group, *args) returned on each of the first P ranks; raises if one did."""
         for pipe in self.pipes[:P]:
             pipe.send((P, fn, args))
         answers = []
@@ -77,7 +78,7 @@ class World:
             if not pipe.poll(timeout):
                 self.kill()
                 raise TimeoutError(f"rank {rank} of {P} did not answer within {timeout} s")
-            answers.append(pipe.recv())
+            answers.append(pickle.loads(pipe.recv_bytes()))
         failures = [f"rank {r}:\n{text}" for r, (fine, text) in enumerate(answers) if not fine]
         if failures:
             raise RuntimeError("\n".join(failures))

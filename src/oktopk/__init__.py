@@ -1,7 +1,7 @@
 """Sparse gradient exchange for data-parallel PyTorch: a few percent of the traffic.
 
-    reducer = oktopk.Reducer(numel, method="oktopk", density=0.02)
-    stats = reducer.reduce_(flat_gradient)   # in place: the average; the same bits on all ranks
+reducer = oktopk.Reducer(numel, method="oktopk", density=0.02)
+stats = reducer.reduce_(flat_gradient)   # in place: the average; the same bits on all ranks
 """
 
 from oktopk.methods import METHODS

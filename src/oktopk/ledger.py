@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 
 @dataclass(slots=True)
 class Traffic:
-    """What one rank sent and received. Payload is gradient data; headers are sizes, counts, bins."""
+    """What one rank sent and received: payload is gradient data, headers are sizes and counts."""
 
     payload_sent: int = 0
     header_sent: int = 0

@@ -194,7 +194,7 @@ def _bill(traffic: dict[str, Traffic]) -> dict[str, Any]:
     }
 
 
-def _times(clock: list[float]) -> dict[str, float]:
+def _times(clock: list[float]) -> dict[str, Any]:
     start, selected, arrived, end = clock
     return {
         "select": selected - start,

@@ -6,19 +6,19 @@ asking, which costs less than a branch the processor cannot foresee. That makes 
 as fast as the addition alone (benchmarks/selection.py).
 """
 
+# pyright: reportCallIssue=false
+# (numba hands an intrinsic its first argument itself)
+
 from __future__ import annotations
 
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 from torch import Tensor
 
+from oktopk.kernels.vector import WIDTH, add_hit_word, hit_word, lowest_bit, num_bits
 from oktopk.sparse import Sparse
 
-WIDTH = 32  # values compared at once: one 32-bit word of hits
 AHEAD = 3  # slots written per word before looking how many hits there were
 DIGIT = 16  # bits of a magnitude counted in one pass of the k-th value
 
@@ -26,85 +26,6 @@ UNSIGNED = {torch.float32: np.uint32, torch.float64: np.uint64}
 INTEGER = {torch.float32: np.int32, torch.float64: np.int64}
 
 compiled = numba.njit(nogil=True, cache=True, boundscheck=False)
-
-
-def _vector_at(context, builder, array_type, array, position, lanes):
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [position]), lanes.as_pointer())
-
-
-def _load(builder, pointer, width):
-    vector = builder.load(pointer)
-    vector.align = width // 8  # of one value: a flat view may start anywhere
-    return vector
-
-
-def _hits(builder, vector, threshold, bits):
-    """One bit per lane: magnitude bits >= threshold bits, compared as integers."""
-    lanes = ir.VectorType(ir.IntType(bits), WIDTH)
-    magnitude = builder.and_(
-        builder.bitcast(vector, lanes), ir.Constant(lanes, [(1 << (bits - 1)) - 1] * WIDTH)
-    )
-    first = builder.insert_element(
-        ir.Constant(lanes, ir.Undefined), threshold, ir.IntType(32)(0)
-    )
-    everywhere = ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), [0] * WIDTH)
-    threshold = builder.shuffle_vector(first, ir.Constant(lanes, ir.Undefined), everywhere)
-    hit = builder.icmp_signed(">=", magnitude, threshold)
-    return builder.bitcast(hit, ir.IntType(WIDTH))
-
-
-@intrinsic
-def hit_word(typing, x, position, threshold):
-    """Which of x[position : position + 32] reach the threshold (given as bits)."""
-    bits = x.dtype.bitwidth
-    integer = types.int32 if bits == 32 else types.int64
-    signature = types.uint32(x, types.intp, integer)
-
-    def codegen(context, builder, signature, args):
-        lane = ir.FloatType() if bits == 32 else ir.DoubleType()
-        lanes = ir.VectorType(lane, WIDTH)
-        pointer = _vector_at(context, builder, signature.args[0], args[0], args[1], lanes)
-        return _hits(builder, _load(builder, pointer, bits), args[2], bits)
-
-    return signature, codegen
-
-
-@intrinsic
-def add_hit_word(typing, acc, grad, position, threshold):
-    """As hit_word, after acc[position : position + 32] += grad[position : position + 32]."""
-    bits = acc.dtype.bitwidth
-    integer = types.int32 if bits == 32 else types.int64
-    signature = types.uint32(acc, grad, types.intp, integer)
-
-    def codegen(context, builder, signature, args):
-        lane = ir.FloatType() if bits == 32 else ir.DoubleType()
-        lanes = ir.VectorType(lane, WIDTH)
-        to = _vector_at(context, builder, signature.args[0], args[0], args[2], lanes)
-        of = _vector_at(context, builder, signature.args[1], args[1], args[2], lanes)
-        total = builder.fadd(_load(builder, to, bits), _load(builder, of, bits))
-        builder.store(total, to).align = bits // 8
-        return _hits(builder, total, args[3], bits)
-
-    return signature, codegen
-
-
-@intrinsic
-def lowest_bit(typing, word):
-    """Position of the lowest set bit; 32 for an empty word."""
-
-    def codegen(context, builder, signature, args):
-        return builder.cttz(args[0], ir.IntType(1)(0))
-
-    return types.uint32(types.uint32), codegen
-
-
-@intrinsic
-def num_bits(typing, word):
-    def codegen(context, builder, signature, args):
-        return builder.ctpop(args[0])
-
-    return types.uint32(types.uint32), codegen
 
 
 @compiled
@@ -223,9 +144,7 @@ def kth_magnitude(x: Tensor, k: int) -> float:
         digit = min(DIGIT, shift)
         shift -= digit
         counts = np.zeros(1 << digit, np.int32)
-        _count_digits(
-            bits, sign_off, unsigned(prefix), unsigned(digit), unsigned(shift), counts
-        )
+        _count_digits(bits, sign_off, unsigned(prefix), unsigned(digit), unsigned(shift), counts)
         num_at_least = np.cumsum(counts[::-1])[::-1]
         found = int(np.searchsorted(-num_at_least, -k, side="right")) - 1  # last with >= k
         k -= int(num_at_least[found] - counts[found])

@@ -32,9 +32,9 @@ def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) 
     touched = torch.zeros(hi - lo, dtype=torch.bool, device=values.device)
     # part by part: within one the indices are unique, so no addition depends on atomics
     for where, what in zip(indices.split(splits), values.split(splits), strict=True):
-        where = where.long() - lo
-        sums[where] += what
-        touched[where] = True
+        at = where.long() - lo
+        sums[at] += what
+        touched[at] = True
     where = touched.nonzero().squeeze(1)
     return Sparse((where + lo).int(), sums[where], hi)
 

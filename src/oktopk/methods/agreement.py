@@ -17,7 +17,7 @@ from torch import Tensor
 
 from oktopk.comm import Comm
 from oktopk.methods.balance import affordable, must_balance, within_bound
-from oktopk.methods.selection import BAND, smallest
+from oktopk.methods.selection import BAND, at_least_smallest, smallest
 from oktopk.methods.state import Level, State, slope_between
 from oktopk.sparse import Sparse
 
@@ -43,7 +43,7 @@ class Kept:
 def select_globally(region: Sparse, outside: int, k: int, state: State, comm: Comm) -> Kept:
     """Keep the largest sums of all regions, about k together, within the bound on words."""
     kept = None
-    if k > 0 and state.result is not None and state.step % state.exact_every:
+    if state.result is not None and 0 < k < region.numel and state.step % state.exact_every:
         kept = _by_ladder(region, outside, k, state, comm)
     if kept is None:
         kept = _exactly(region, outside, k, state, comm)
@@ -127,7 +127,7 @@ def kth_over_ranks(values: Tensor, k: int, comm: Comm) -> float:
         prefix = prefix << DIGIT | digit
         bits = bits[digits == digit]
     found = torch.tensor(prefix, dtype=integer).view(values.dtype).item()
-    return max(found, least)
+    return at_least_smallest(found, values)
 
 
 def _digit_of(counts: list[int], k: int) -> tuple[int, int]:

@@ -24,7 +24,10 @@ def even_shares(total: int, size: int) -> list[int]:
 
 def surplus_moves(counts: list[int]) -> list[tuple[int, int, int]]:
     """(source, target, entries), ordered by source, then target. O(P)."""
-    spare = [have - share for have, share in zip(counts, even_shares(sum(counts), len(counts)), strict=True)]
+    spare = [
+        have - share
+        for have, share in zip(counts, even_shares(sum(counts), len(counts)), strict=True)
+    ]
     moves, target = [], 0
     for source in range(len(counts)):
         while spare[source] > 0:

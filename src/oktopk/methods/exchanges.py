@@ -7,6 +7,7 @@ methods (`feedback.py`). `returned` is what a rank must keep beyond that.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -60,7 +61,7 @@ def region_gather(local: Sparse, k: int, state: State, comm: Comm) -> Exchanged:
     if sum(counts) * (1 + value_words) < local.numel * value_words:
         rows = comm.gather_rows(wire.pack(region), counts, stage="gather")
         return Exchanged(unpacked(rows, local), imbalance=_imbalance(counts))
-    widths = [hi - lo for lo, hi in zip(bounds, bounds[1:], strict=False)]
+    widths = [hi - lo for lo, hi in pairwise(bounds)]
     values = region.to_dense()[bounds[comm.rank] : bounds[comm.rank + 1]]
     everything = comm.gather_rows(values, widths, stage="gather")
     indices = everything.nonzero().squeeze(1)

@@ -6,6 +6,8 @@ entries. Zeros are never offered, so there may be fewer.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,11 @@ def smallest(values: Tensor) -> float:
     return torch.finfo(values.dtype).smallest_normal
 
 
+def at_least_smallest(threshold: float, values: Tensor) -> float:
+    """A k-th magnitude as a threshold. NaN is the largest magnitude: nothing else passes it."""
+    return math.inf if math.isnan(threshold) else max(threshold, smallest(values))
+
+
 def top(sparse: Sparse, k: int) -> tuple[Sparse, float]:
     """The k largest magnitudes of a selection, and the k-th of them. Ties go to the lower index."""
     assert sparse.indices is not None
@@ -30,7 +37,7 @@ def top(sparse: Sparse, k: int) -> tuple[Sparse, float]:
         return empty(sparse.numel, sparse.values), 0.0
     if sparse.num <= k:
         return sparse, kernels.kth_magnitude(sparse.values, sparse.num) if sparse.num else 0.0
-    threshold = max(kernels.kth_magnitude(sparse.values, k), smallest(sparse.values))
+    threshold = at_least_smallest(kernels.kth_magnitude(sparse.values, k), sparse.values)
     chosen, count = kernels.select(sparse.values, threshold, sparse.num)
     assert chosen.indices is not None
     kept = Sparse(sparse.indices[chosen.indices.long()], chosen.values, sparse.numel)
@@ -50,7 +57,7 @@ def exact_of(acc: Tensor, k: int) -> tuple[Sparse, float]:
     """The k largest magnitudes of a dense vector, and the k-th. Three passes over n, no sort."""
     if k <= 0:
         return empty(acc.numel(), acc), 0.0
-    threshold = max(kernels.kth_magnitude(acc, k), smallest(acc))
+    threshold = at_least_smallest(kernels.kth_magnitude(acc, k), acc)
     local, count = kernels.select(acc, threshold, k)
     if count > k:  # ties: see all of them, keep the first
         local, _ = kernels.select(acc, threshold, count)
@@ -107,7 +114,7 @@ def near_exact(residual: Tensor, grad: Tensor, k: int, state: State) -> Sparse:
     follow, at once. It concerns this rank alone: no collective depends on it.
     """
     level = state.local
-    if k <= 0 or level is None or state.step % state.exact_every == 0:
+    if level is None or not 0 < k < residual.numel() or state.step % state.exact_every == 0:
         return _exact_level(residual.add_(grad), k, state)
     low = max(level.at(AIM), smallest(residual))
     candidates, count = kernels.accumulate_select(residual, grad, low, int(ROOM * k))

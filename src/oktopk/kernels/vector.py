@@ -1,0 +1,90 @@
+"""Vector instructions numba has no word for: compare 32 values at once, get a bit per hit.
+
+Written as LLVM vectors, which become AVX on x86, NEON on ARM.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+WIDTH = 32  # values compared at once: one 32-bit word of hits
+
+
+def _pointer(context, builder, array_type, array, position):
+    """Where 32 values of an array start, as a pointer to a vector."""
+    lane = ir.FloatType() if array_type.dtype.bitwidth == 32 else ir.DoubleType()
+    lanes = ir.VectorType(lane, WIDTH)
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [position]), lanes.as_pointer())
+
+
+def _load(builder, pointer, width):
+    vector = builder.load(pointer)
+    vector.align = width // 8  # of one value: a flat view may start anywhere
+    return vector
+
+
+def _hits(builder, vector, threshold, bits):
+    """One bit per lane: magnitude bits >= threshold bits, compared as integers."""
+    lanes = ir.VectorType(ir.IntType(bits), WIDTH)
+    magnitude = builder.and_(
+        builder.bitcast(vector, lanes), ir.Constant(lanes, [(1 << (bits - 1)) - 1] * WIDTH)
+    )
+    first = builder.insert_element(ir.Constant(lanes, ir.Undefined), threshold, ir.IntType(32)(0))
+    everywhere = ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), [0] * WIDTH)
+    threshold = builder.shuffle_vector(first, ir.Constant(lanes, ir.Undefined), everywhere)
+    hit = builder.icmp_signed(">=", magnitude, threshold)
+    return builder.bitcast(hit, ir.IntType(WIDTH))
+
+
+@intrinsic
+def hit_word(typing, x, position, threshold):
+    """Which of x[position : position + 32] reach the threshold (given as bits)."""
+    bits = x.dtype.bitwidth
+    integer = types.int32 if bits == 32 else types.int64
+    signature = types.uint32(x, types.intp, integer)
+
+    def codegen(context, builder, signature, args):
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1])
+        return _hits(builder, _load(builder, pointer, bits), args[2], bits)
+
+    return signature, codegen
+
+
+@intrinsic
+def add_hit_word(typing, acc, grad, position, threshold):
+    """As hit_word, after acc[position : position + 32] += grad[position : position + 32]."""
+    bits = acc.dtype.bitwidth
+    integer = types.int32 if bits == 32 else types.int64
+    signature = types.uint32(acc, grad, types.intp, integer)
+
+    def codegen(context, builder, signature, args):
+        to = _pointer(context, builder, signature.args[0], args[0], args[2])
+        of = _pointer(context, builder, signature.args[1], args[1], args[2])
+        total = builder.fadd(_load(builder, to, bits), _load(builder, of, bits))
+        builder.store(total, to).align = bits // 8
+        return _hits(builder, total, args[3], bits)
+
+    return signature, codegen
+
+
+@intrinsic
+def lowest_bit(typing, word):
+    """Position of the lowest set bit; 32 for an empty word."""
+
+    def codegen(context, builder, signature, args):
+        return builder.cttz(args[0], ir.IntType(1)(0))
+
+    return types.uint32(types.uint32), codegen
+
+
+@intrinsic
+def num_bits(typing, word):
+    """How many bits are set."""
+
+    def codegen(context, builder, signature, args):
+        return builder.ctpop(args[0])
+
+    return types.uint32(types.uint32), codegen

@@ -18,13 +18,51 @@ from oktopk.comm import Comm
 T = TypeVar("T")
 
 
+class AbandonedError(RuntimeError):
+    """Another simulated rank failed; its error is the one to read."""
+
+
 class Hub:
-    """Where the simulated ranks meet: everyone lays down its messages, everyone takes its own."""
+    """Where the simulated ranks meet.
+
+    One rank runs at a time: it lays down its messages and hands the turn to the next. When the turn
+    comes back, everybody has been here. Hundreds of threads that all wake at a barrier would fight
+    for the interpreter instead.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.slots: list[list[Tensor]] = [[] for _ in range(size)]
-        self.barrier = threading.Barrier(size)
+        self.slots: list[dict[int, Tensor]] = [{} for _ in range(size)]
+        self.board = torch.empty(0)
+        self.failed = False
+        self._left = [False] * size
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+
+    def start(self) -> None:
+        self._turns[0].release()
+
+    def wait_turn(self, rank: int) -> None:
+        self._turns[rank].acquire()
+        if self.failed:
+            raise AbandonedError
+
+    def meet(self, rank: int) -> None:
+        """Return when every rank has called it as often as this one."""
+        if any(self._left):
+            raise RuntimeError(f"rank {rank} waits in a collective that other ranks never enter")
+        self._pass_on(rank)
+        self.wait_turn(rank)
+
+    def leave(self, rank: int) -> None:
+        self._left[rank] = True
+        self._pass_on(rank)
+
+    def _pass_on(self, rank: int) -> None:
+        for distance in range(1, self.size + 1):
+            following = (rank + distance) % self.size
+            if not self._left[following]:
+                self._turns[following].release()
+                return
 
 
 class SimulatedTransport:
@@ -35,28 +73,35 @@ class SimulatedTransport:
         self.rank = rank
         self.size = hub.size
 
-    def exchange(self, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
-        self.hub.slots[self.rank] = outgoing
-        self.hub.barrier.wait()
-        for peer, messages in enumerate(self.hub.slots):
-            if peer != self.rank and incoming[peer].numel():
-                incoming[peer].copy_(messages[self.rank])
-        self.hub.barrier.wait()  # nobody may reuse a buffer before all have read it
+    def exchange(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
+        self._lay_down(outgoing)
+        for peer, message in incoming.items():
+            message.copy_(self.hub.slots[peer][self.rank])
+        self.hub.meet(self.rank)  # nobody may reuse a buffer before all have read it
+
+    def swap(self, x: Tensor, out: Tensor) -> None:
+        self._lay_down({0: x})
+        if self.rank == 0:  # all rows at once: copies one by one would be P squared
+            self.hub.board = torch.stack([slot[0] for slot in self.hub.slots])
+        self.hub.meet(self.rank)
+        out.copy_(self.hub.board[:, self.rank])
+
+    def _lay_down(self, messages: dict[int, Tensor]) -> None:
+        self.hub.slots[self.rank] = messages
+        self.hub.meet(self.rank)
 
     def all_reduce_(self, x: Tensor) -> None:
         """Each rank sums its share in rank order, then all copy the shares."""
         share = -(-x.numel() // self.size) or 1
         mine = slice(self.rank * share, (self.rank + 1) * share)
-        self.hub.slots[self.rank] = [x]
-        self.hub.barrier.wait()
+        self._lay_down({0: x})
         total = torch.zeros_like(x[mine])
-        for (theirs,) in self.hub.slots:
-            total += theirs[mine]
-        self.hub.barrier.wait()
-        self.hub.slots[self.rank] = [total]
-        self.hub.barrier.wait()
-        torch.cat([part for (part,) in self.hub.slots], out=x)
-        self.hub.barrier.wait()
+        for slot in self.hub.slots:
+            total += slot[0][mine]
+        self.hub.meet(self.rank)
+        self._lay_down({0: total})
+        torch.cat([slot[0] for slot in self.hub.slots], out=x)
+        self.hub.meet(self.rank)
 
 
 def alone() -> Comm:
@@ -70,20 +115,25 @@ def simulate(size: int, rank_main: Callable[[Comm], T]) -> list[T]:
     The first error of any rank ends all of them and is raised here.
     """
     hub = Hub(size)
-    errors: list[BaseException] = []
+    errors: list[Exception] = []
 
-    def run(rank: int) -> T:
+    def run(rank: int) -> T | None:
+        torch.set_num_threads(1)  # one pool of threads per rank would be size times too many
         try:
-            torch.set_num_threads(1)  # one pool of threads per rank would be size times too many
+            hub.wait_turn(rank)
             return rank_main(Comm(SimulatedTransport(hub, rank)))
-        except BaseException as error:
-            if not isinstance(error, threading.BrokenBarrierError):
-                errors.append(error)
-            hub.barrier.abort()
-            raise
+        except AbandonedError:
+            return None
+        except Exception as error:  # noqa: BLE001 - raised again below, in the caller's thread
+            errors.append(error)
+            hub.failed = True
+            return None
+        finally:
+            hub.leave(rank)
 
     with ThreadPoolExecutor(size, thread_name_prefix="simulated-rank") as pool:
         futures = [pool.submit(run, rank) for rank in range(size)]
+        hub.start()
     if errors:
         raise errors[0]
-    return [future.result() for future in futures]
+    return [future.result() for future in futures]  # type: ignore[misc]

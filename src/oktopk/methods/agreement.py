@@ -70,8 +70,8 @@ def _by_ladder(region: Sparse, outside: int, k: int, state: State, comm: Comm) -
     reached = torch.bucketize(region.values.abs(), rungs, right=True)
     num_reaching = torch.bincount(reached, minlength=RUNGS + 1).flip(0).cumsum(0).flip(0)[1:]
     header = torch.cat([num_reaching, num_reaching.new_tensor([outside])]).int()
-    table = comm.all_gather(header, stage="counts").tolist()
-    totals = [sum(column) for column in zip(*table, strict=True)][:RUNGS]
+    table = comm.all_gather(header, stage="counts")  # a row per rank
+    totals = table[:, :RUNGS].sum(0).tolist()
     best = min(range(RUNGS), key=lambda rung: abs(totals[rung] - k))
     thresholds = rungs.tolist()
     slope = slope_between(thresholds[0], totals[0], thresholds[-1], totals[-1]) or level.slope
@@ -80,8 +80,8 @@ def _by_ladder(region: Sparse, outside: int, k: int, state: State, comm: Comm) -
     state.result = Level(thresholds[best], slope).moved(thresholds[best], totals[best] / k)
     return Kept(
         _masked(region, reached > best),
-        [row[best] for row in table],
-        [row[RUNGS] for row in table],
+        table[:, best].tolist(),
+        table[:, RUNGS].tolist(),
         thresholds[best],
     )
 

@@ -1,0 +1,170 @@
+"""The door to the network: what comes out is what went in, and the ledger has the right bill."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from laws import oktopk_headers, trajectory
+from oktopk import METHODS, Reducer, simulate
+from oktopk.comm import Comm, TorchTransport
+from oktopk.ledger import Traffic, dense_allreduce
+from streams import STREAMS
+from worlds import SIZES
+
+over_methods = pytest.mark.parametrize("method", METHODS)
+
+
+def use_every_collective(where) -> dict:
+    """Call them all; a rank's rows are (rank, n) so that the origin can be seen."""
+    comm = where if isinstance(where, Comm) else Comm(TorchTransport(where))
+    rank, size = comm.rank, comm.size
+    counts = [peer % 3 for peer in range(size)]  # some ranks have nothing
+    rows = torch.full((size * rank, 2), rank, dtype=torch.int32)
+    got, lengths = comm.all_to_all(rows, [rank] * size, stage="a")
+    return {
+        "all_to_all": (got.tolist(), lengths),
+        "all_gather": comm.all_gather(torch.tensor([rank, 7]), stage="b").tolist(),
+        "gather_rows": comm.gather_rows(
+            torch.full((counts[rank], 1), rank), counts, stage="c"
+        ).tolist(),
+        "sum_small": comm.sum_small(torch.arange(5) + rank, stage="d").tolist(),
+        "sum_nothing": comm.sum_small(torch.arange(0), stage="d").tolist(),
+        "shift": comm.shift(
+            torch.full((rank, 1), rank), (rank + 1) % size, (rank - 1) % size, stage="e"
+        ).tolist()
+        if size > 1
+        else [],
+        "all_reduce": comm.all_reduce_(torch.full((5,), float(rank)), stage="f").tolist(),
+        "ledger": comm.ledger.stages,
+    }
+
+
+def expected(rank: int, size: int) -> dict:
+    counts = [peer % 3 for peer in range(size)]
+    before = (rank - 1) % size
+    return {
+        "all_to_all": ([[p, p] for p in range(size) for _ in range(p)], list(range(size))),
+        "all_gather": [[p, 7] for p in range(size)],
+        "gather_rows": [[p] for p in range(size) for _ in range(counts[p])],
+        "sum_small": [size * i + size * (size - 1) // 2 for i in range(5)],
+        "sum_nothing": [],
+        "shift": [[before]] * before if size > 1 else [],
+        "all_reduce": [size * (size - 1) / 2] * 5,
+        "ledger": expected_ledger(rank, size),
+    }
+
+
+def expected_ledger(rank: int, size: int) -> dict:
+    """The documented bill of each collective, by hand."""
+    peers, counts = size - 1, [peer % 3 for peer in range(size)]
+    others = size * peers // 2 - rank  # sum of the other ranks' numbers
+    share = -(-5 // size)
+    before = (rank - 1) % size
+    ring = size > 1
+    rows = rank * 8
+    return {
+        "a": Traffic(
+            rows * peers, 4 * peers, peers + bool(rows) * peers,
+            others * 8, 4 * peers, peers + sum(1 for p in range(1, size) if p != rank),
+        ),
+        "b": Traffic(0, 16 * peers, peers, 0, 16 * peers, peers),
+        "c": Traffic(
+            counts[rank] * 8 * peers, 0, bool(counts[rank]) * peers,
+            (sum(counts) - counts[rank]) * 8, 0,
+            sum(1 for p in range(size) if counts[p] and p != rank),
+        ),
+        "d": Traffic(0, 2 * share * 8 * peers, 2 * peers, 0, 2 * share * 8 * peers, 2 * peers),
+        **({"e": Traffic(
+            rank * 8, 4, 1 + bool(rank), before * 8, 4, 1 + bool(before)
+        )} if ring else {}),
+        "f": dense_allreduce(20, size),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("P", SIZES)
+def test_collectives_over_a_process_group(world, P):
+    for rank, got in enumerate(world.run(P, use_every_collective)):
+        assert got == expected(rank, P)
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 7])
+def test_collectives_over_simulated_ranks(P):
+    for rank, got in enumerate(simulate(P, use_every_collective)):
+        assert got == expected(rank, P)
+
+
+def handed_and_booked(group, method: str, steps: int) -> list[tuple]:
+    """Bytes and messages given to torch.distributed, and what the ledger says of them."""
+    handed = Traffic()
+    batch, all_reduce = dist.batch_isend_irecv, dist.all_reduce
+
+    def count_batch(ops):
+        nonlocal handed
+        for op in ops:
+            sends = op.op is dist.isend
+            handed += Traffic(
+                payload_sent=op.tensor.nbytes * sends,
+                messages_sent=int(sends),
+                payload_received=op.tensor.nbytes * (not sends),
+                messages_received=int(not sends),
+            )
+        return batch(ops)
+
+    def count_all_reduce(x, **more):
+        nonlocal handed
+        handed += dense_allreduce(x.nbytes, dist.get_world_size(group))
+        return all_reduce(x, **more)
+
+    dist.batch_isend_irecv, dist.all_reduce = count_batch, count_all_reduce
+    try:
+        reducer = Reducer(3000, method=method, density=0.02, warmup_steps=1, group=group)
+        for step in range(steps):
+            reducer.reduce_(STREAMS["heavy"](3000, reducer.comm.rank, step).float())
+    finally:
+        dist.batch_isend_irecv, dist.all_reduce = batch, all_reduce
+    return handed, reducer.comm.ledger.total()
+
+
+@over_methods
+@pytest.mark.parametrize("P", [1, 2, 3, 8])
+def test_ledger_is_what_torch_distributed_was_handed(world, P, method):
+    for handed, booked in world.run(P, handed_and_booked, method, 40):
+        assert (handed.sent, handed.received) == (booked.sent, booked.received)
+        assert handed.messages_sent == booked.messages_sent
+        assert handed.messages_received == booked.messages_received
+
+
+@over_methods
+@pytest.mark.parametrize("P", [1, 2, 3, 5, 8])
+def test_bill_is_the_formula_of_the_docs(world, P, method):
+    """Exact equality with docs/algorithms.md, from counts each step reports (fp32)."""
+    n, k = 2000, 40
+    ranks = world.run(P, trajectory, method, n, k / n, "heavy", 40, torch.float32)
+    children = [sum(1 for s in (1, 2, 4) if r % (2 * s) == 0 and r + s < P) for r in range(P)]
+    for step, done in enumerate(zip(*ranks, strict=True)):
+        stats = [rank.stats for rank in done]
+        for rank, its in enumerate(stats):
+            payload = its.bytes_sent - its.bytes_header
+            if method == "dense":
+                assert (payload, its.bytes_header) == (2 * 4 * n * (P - 1) // P, 0)
+            elif method in ("topka", "gaussiank"):
+                assert (payload, its.bytes_header) == (8 * its.local * (P - 1), 4 * (P - 1))
+            elif method == "gtopk":
+                ups, downs = int(rank > 0), children[rank]
+                assert (payload, its.bytes_header) == (8 * k * (ups + downs), 4 * (ups + downs))
+            elif method == "topkdsa":
+                assert 8 * its.local * (P - 1) // P // 2 <= payload or P == 1
+                assert payload <= 8 * its.local + max(8 * its.result, 4 * n) * (P - 1)
+                assert its.bytes_header == 8 * (P - 1)
+            else:
+                agreed = "bounds" in its.stages
+                headers = oktopk_headers(P, 4, exact=step % 32 == 0, bounds=agreed)
+                assert its.bytes_header in headers
+                assert payload <= 24 * -(-k // P) * (P - 1)
+        if method == "oktopk" and P > 1:
+            gathered = sum(s.stages["gather"].payload_sent for s in stats if "gather" in s.stages)
+            assert gathered == 8 * stats[0].result * (P - 1)
+        # nothing is sent that nobody gets
+        assert sum(s.bytes_sent for s in stats) == sum(s.bytes_received for s in stats)

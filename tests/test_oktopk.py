@@ -53,8 +53,8 @@ def test_a_jump_of_scale_is_met_in_the_same_step():
 def test_words_do_not_grow_with_the_number_of_ranks():
     """Per rank 4k(P-1)/P words and a little: the same at 8 and at 256 but for (P-1)/P."""
     k, words = 4000, {}
-    for P in (8, 64, 256):
-        ranks = simulated(P, "oktopk", 200_000, 0.02, "heavy", 3, torch.float32, exact_every=100)
+    for P in (8, 256):
+        ranks = simulated(P, "oktopk", 200_000, 0.02, "heavy", 2, torch.float32)
         assert_bill_is_bounded(ranks, value_bytes=4)
         payload = [s.stats.bytes_sent - s.stats.bytes_header for done in ranks for s in done]
         words[P] = sum(payload) / len(payload) / 4 / ((P - 1) / P)

@@ -137,7 +137,7 @@ def test_a_resumed_run_has_the_same_bits(method, warmup):
         return states, grads
 
     saved = simulate(3, straight)
-    for stop in (0, 1, 4, 5, 6, 31, 33):
+    for stop in (1, 5, 33):
 
         def resumed(comm, stop=stop):
             reducer = make(comm)

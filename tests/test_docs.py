@@ -1,0 +1,19 @@
+"""The README is true: its Python blocks run as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+README = Path(__file__).parents[1] / "README.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_readme_blocks_run(block, capsys):
+    exec(compile(block, str(README), "exec"), {"numel": 100, "flat_gradient": torch.randn(100)})
+    if "print(" in block:
+        assert "less than dense" in capsys.readouterr().out

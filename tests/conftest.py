@@ -12,6 +12,27 @@ import torch
 from worlds import World, warm_kernels
 
 
+class Worlds:
+    """Worlds of exactly P ranks, started when first asked for: `attach` makes a group of all."""
+
+    def __init__(self) -> None:
+        self.started: dict[int, World] = {}
+
+    def run(self, P: int, fn, *args, **more) -> list:
+        if P not in self.started:
+            self.started[P] = World(P)
+        return self.started[P].run(P, fn, *args, **more)
+
+
+@pytest.fixture(scope="session")
+def worlds():
+    warm_kernels()
+    worlds = Worlds()
+    yield worlds
+    for world in worlds.started.values():
+        world.close()
+
+
 @pytest.fixture(scope="session")
 def world():
     """Eight gloo processes; `world.run(P, fn, *args)` calls fn(group, *args) on the first P."""

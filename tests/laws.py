@@ -94,6 +94,7 @@ def assert_bill_is_bounded(ranks: list[list[Step]], value_bytes: int = 8) -> Non
     for done in ranks:
         for step in done:
             stats = step.stats
-            entries = 3 * -(-stats.k // size) * (size - 1)
+            k = stats.k if stats.k >= 2 * size else -(-stats.k // size) * size
+            entries = 3 * k * (size - 1) // size
             assert stats.bytes_sent - stats.bytes_header <= entries * (4 + value_bytes), stats
             assert stats.bytes_header <= most, stats

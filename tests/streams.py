@@ -50,6 +50,22 @@ def skewed(n: int, rank: int, step: int) -> Tensor:
     return grad
 
 
+def cancelling(n: int, rank: int, step: int) -> Tensor:
+    """The largest entries of even and odd ranks cancel exactly; the rest comes later."""
+    grad = gaussian(n, rank, step)
+    if step == 0:
+        grad[: n // 10] = 100.0 * (-1) ** rank
+    return grad
+
+
+def apart(n: int, rank: int, step: int) -> Tensor:
+    """Rank 0 has its mass in the upper half, the others more of it in the lower one."""
+    grad = gaussian(n, rank, step) * 1e-6
+    half = slice(n // 2, n) if rank == 0 else slice(0, n // 2)
+    grad[half] *= 1e6 if rank == 0 else 3e6
+    return grad
+
+
 def zeros(n: int, rank: int, step: int) -> Tensor:
     return torch.zeros(n, dtype=torch.float64)
 
@@ -79,6 +95,8 @@ STREAMS = {
         drifting,
         whole,
         skewed,
+        cancelling,
+        apart,
         zeros,
         ties,
         some_ranks_empty,

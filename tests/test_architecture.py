@@ -25,11 +25,28 @@ ORDER = [
     "methods",
     "feedback",
     "stats",
+    "settings",
+    "layout",
+    "tally",
+    "engine",
     "reducer",
+    "policy",
+    "exchanger",
+    "followed",
+    "weights",
+    "ddp",
 ]
 
 # Not collectives: asking who and where one is.
-HARMLESS = {"ProcessGroup", "get_rank", "get_world_size", "get_global_rank", "is_initialized"}
+HARMLESS = {
+    "ProcessGroup",
+    "get_backend",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "is_initialized",
+    "new_group",
+}
 
 
 def part_of(path: Path) -> str:

@@ -31,7 +31,7 @@ def long_run(world):
     """Many steps of whole numbers, threshold steps included; kept for the laws that look at it."""
 
     def run(P, method):
-        steps = STEPS if method == "oktopk" or P == 3 else 40
+        steps = STEPS if method == "oktopk" or P == 3 else 34
         return world.run(P, trajectory, method, N, DENSITY, "whole", steps)
 
     return cache(run)
@@ -51,7 +51,8 @@ class TestInRealProcesses:
             assert_k_means_k(long_run(P, method), method)
 
     def test_fp32_loses_nothing_but_rounding(self, world, P, method):
-        ranks = world.run(P, trajectory, method, N, DENSITY, "heavy", 20, torch.float32)
+        steps = STEPS if (method, P) == ("oktopk", 3) else 12
+        ranks = world.run(P, trajectory, method, N, DENSITY, "heavy", steps, torch.float32)
         assert_nothing_is_lost(ranks, tolerance=1e-6)
         assert_all_agree(ranks)
 
@@ -61,16 +62,17 @@ class TestInRealProcesses:
             assert_nothing_is_lost(ranks, tolerance=1e-12)
             assert_all_agree(ranks)
 
-    @pytest.mark.parametrize("stream", ["zeros", "ties", "some_ranks_empty", "skewed"])
-    def test_odd_gradients(self, world, P, method, stream):
-        ranks = world.run(P, trajectory, method, 400, 0.05, stream, 6)
-        assert_nothing_is_lost(ranks, tolerance=1e-12)
-        assert_all_agree(ranks)
+    def test_odd_gradients(self, world, P, method):
+        for stream in ("zeros", "ties", "some_ranks_empty", "skewed", "cancelling"):
+            ranks = world.run(P, trajectory, method, 400, 0.05, stream, 5)
+            assert_nothing_is_lost(ranks, tolerance=1e-12)
+            assert_all_agree(ranks)
 
-    def test_density_one_is_the_mean(self, world, P, method):
-        ranks = world.run(P, trajectory, method, 500, 1.0, "gaussian", 3)
+    @pytest.mark.parametrize("stream", ["gaussian", "cancelling", "ties"])
+    def test_density_one_is_the_mean(self, world, P, method, stream):
+        ranks = world.run(P, trajectory, method, 500, 1.0, stream, 3)
         for step in range(3):
-            mean = sum(STREAMS["gaussian"](500, rank, step) for rank in range(P)) / P
+            mean = sum(STREAMS[stream](500, rank, step) for rank in range(P)) / P
             torch.testing.assert_close(ranks[0][step].total / P, mean)
             assert not ranks[0][step].residual.any()
 

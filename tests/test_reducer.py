@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def test_a_size_beyond_int32_is_refused(numel):
 
 
 def test_a_bad_gradient_is_named():
-    with pytest.raises(TypeError, match=r"floating point, got torch.int64"):
+    with pytest.raises(TypeError, match=r"float64, got torch.int64"):
         Reducer(4).reduce_(torch.ones(4, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"flat contiguous gradient of 4 elements, got shape \(5,"):
         Reducer(4).reduce_(torch.ones(5))
@@ -178,5 +179,82 @@ def test_a_simulated_rank_that_leaves_early_is_no_hang():
         simulate(3, main)
 
 
+def test_an_exit_on_one_simulated_rank_is_seen():
+    def main(comm):
+        if comm.rank == 1:
+            raise SystemExit(3)
+        comm.all_gather(torch.ones(1), stage="a")
+
+    with pytest.raises(SystemExit):
+        simulate(3, main)
+
+
+def test_ranks_that_loaded_different_states_find_out():
+    def main(comm):
+        reducer = Reducer(100, comm=comm)
+        old = reducer.state_dict()
+        reducer.reduce_(torch.ones(100))
+        if comm.rank == 1:
+            reducer.load_state_dict(old)
+        else:
+            reducer.load_state_dict(reducer.state_dict())
+        reducer.reduce_(torch.ones(100))
+
+    with pytest.raises(ValueError, match="step is 1 on rank 0 but 0 on rank 1"):
+        simulate(2, main)
+
+
+@over_methods
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_nan_on_one_rank_is_skipped_by_all(method, warmup, bad):
+    def main(comm):
+        reducer = Reducer(300, method=method, density=0.1, warmup_steps=warmup, comm=comm)
+        for step in range(5):
+            grad = STREAMS["gaussian"](300, comm.rank, step)
+            before = reducer.residual.clone()
+            if step == 2 and comm.rank == 1:
+                grad[17] = bad
+            stats = reducer.reduce_(grad)
+            assert stats.skipped == (step == 2)
+            if step == 2:
+                assert not grad.any() and stats.result == 0
+                torch.testing.assert_close(reducer.residual.double(), before.double())
+            assert reducer.residual.isfinite().all() and grad.isfinite().all()
+        return grad
+
+    grads = simulate(3, main)
+    assert all(torch.equal(grad, grads[0]) for grad in grads)
+
+
+def test_a_nan_can_be_raised_or_delivered():
+    bad = torch.tensor([1.0, float("nan")])
+    with pytest.raises(FloatingPointError, match="rank 0, step 0: a gradient had a NaN or Inf"):
+        Reducer(2, on_nonfinite="raise").reduce_(bad.clone())
+    Reducer(2, on_nonfinite="deliver").reduce_(bad)
+    assert bad.isnan().all()
+
+
+def test_a_schedule_lowers_the_density_step_by_step():
+    reducer = Reducer(1000, density=0.02, warmup_steps=1, schedule=((2, 0.25), (1, 0.06)))
+    counts = [reducer.reduce_(torch.randn(1000)).result for _ in range(6)]
+    assert counts == [1000, 250, 250, 60, 20, 20]
+
+
+def test_stats_are_ready_for_json():
+    facts = Reducer(100, density=0.1).reduce_(torch.randn(100)).as_dict()
+    assert json.loads(json.dumps(facts)) == facts
+    assert {"sparsity", "compression_ratio", "bytes_sent", "k", "phase", "exposed"} <= set(facts)
+
+
 def test_public_names():
-    assert set(oktopk.__all__) == {"METHODS", "Reducer", "StepStats", "__version__", "simulate"}
+    assert set(oktopk.__all__) == {
+        "METHODS",
+        "Handle",
+        "Policy",
+        "Reducer",
+        "StepStats",
+        "__version__",
+        "attach",
+        "simulate",
+    }

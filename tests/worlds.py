@@ -39,7 +39,7 @@ def _serve(rank: int, size: int, rendezvous: str, pipe) -> None:
         timeout=timedelta(seconds=30),
     )
     groups = {P: dist.new_group(list(range(P))) for P in SIZES if size >= P}
-    while (task := pipe.recv()) is not None:
+    while (task := pickle.loads(pipe.recv_bytes())) is not None:
         P, fn, args = task
         try:
             answer = (True, fn(groups[P], *args))
@@ -55,38 +55,54 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.start()
+
+    def start(self) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "numba", "oktopk", "worlds"])
-        with tempfile.TemporaryDirectory() as folder:
-            rendezvous = os.path.join(folder, "rendezvous")
-            ends = [context.Pipe() for _ in range(size)]
-            self.pipes = [ours for ours, _ in ends]
-            self.processes = [
-                context.Process(target=_serve, args=(rank, size, rendezvous, theirs), daemon=True)
-                for rank, (_, theirs) in enumerate(ends)
-            ]
-            for process in self.processes:
-                process.start()
-            self.run(size, _ready)  # the file must stay until everyone has met
+        # kept as long as the processes: every new group meets at the file again
+        self.folder = tempfile.TemporaryDirectory()
+        rendezvous = os.path.join(self.folder.name, "rendezvous")
+        ends = [context.Pipe() for _ in range(self.size)]
+        self.pipes = [ours for ours, _ in ends]
+        self.processes = [
+            context.Process(target=_serve, args=(rank, self.size, rendezvous, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(ends)
+        ]
+        for process in self.processes:
+            process.start()
+        for _, theirs in ends:  # so that a dead process is seen as a closed pipe
+            theirs.close()
+        self.run(self.size, _ready)
 
-    def run(self, P: int, fn, *args, timeout: float = 90) -> list:
+    def run(self, P: int, fn, *args, timeout: float = 40) -> list:
         """What fn(group, *args) returned on each of the first P ranks; raises if one did."""
         for pipe in self.pipes[:P]:
-            pipe.send((P, fn, args))
-        answers = []
-        for rank, pipe in enumerate(self.pipes[:P]):
-            if not pipe.poll(timeout):
-                self.kill()
-                raise TimeoutError(f"rank {rank} of {P} did not answer within {timeout} s")
-            answers.append(pickle.loads(pipe.recv_bytes()))
+            pipe.send_bytes(pickle.dumps((P, fn, args)))
+        answers = [self._answer(rank, timeout) for rank in range(P)]
         failures = [f"rank {r}:\n{text}" for r, (fine, text) in enumerate(answers) if not fine]
         if failures:
+            self.restart()  # other ranks may be in the middle of something
             raise RuntimeError("\n".join(failures))
         return [answer for _, answer in answers]
 
+    def _answer(self, rank: int, timeout: float) -> tuple:
+        pipe = self.pipes[rank]
+        if not pipe.poll(timeout):
+            self.restart()
+            raise TimeoutError(f"rank {rank} did not answer within {timeout} s")
+        try:
+            return pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return False, "the process died"
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
     def close(self) -> None:
         for pipe in self.pipes:
-            pipe.send(None)
+            pipe.send_bytes(pickle.dumps(None))
         for process in self.processes:
             process.join(10)
         self.kill()
@@ -95,6 +111,10 @@ class World:
         for process in self.processes:
             if process.is_alive():
                 process.kill()
+            process.join(10)
+        for pipe in self.pipes:
+            pipe.close()
+        self.folder.cleanup()
 
 
 def _ready(group) -> None:

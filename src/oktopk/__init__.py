@@ -4,10 +4,21 @@ reducer = oktopk.Reducer(numel, method="oktopk", density=0.02)
 stats = reducer.reduce_(flat_gradient)   # in place: the average; the same bits on all ranks
 """
 
+from oktopk.ddp import Handle, attach
 from oktopk.methods import METHODS
+from oktopk.policy import Policy
 from oktopk.reducer import Reducer
 from oktopk.simulate import simulate
 from oktopk.stats import StepStats
 from oktopk.version import __version__
 
-__all__ = ["METHODS", "Reducer", "StepStats", "__version__", "simulate"]
+__all__ = [
+    "METHODS",
+    "Handle",
+    "Policy",
+    "Reducer",
+    "StepStats",
+    "__version__",
+    "attach",
+    "simulate",
+]

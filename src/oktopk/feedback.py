@@ -20,6 +20,8 @@ def settle_(
     result = exchanged.result
     if result.indices is None:  # everything was applied: nothing is owed
         grad.copy_(result.values.div_(size))
+        if residual is not None:
+            residual.zero_()
         return
     assert residual is not None
     kernels.settle_(grad, residual, result, local, size)

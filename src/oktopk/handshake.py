@@ -13,11 +13,11 @@ import torch
 
 from oktopk.comm import Comm
 
-ROOM = 512  # bytes for a rank's facts as JSON
+ROOM = 1024  # bytes for a rank's facts as JSON
 
 
 def agree(comm: Comm, device: torch.device, facts: dict[str, Any]) -> None:
-    """Raise ValueError on every rank if any fact differs on any. One header of 512 bytes."""
+    """Raise ValueError on every rank if any fact differs on any. One header of 1024 bytes."""
     text = json.dumps(facts).encode()
     assert len(text) <= ROOM, text
     mine = torch.tensor(list(text.ljust(ROOM)), dtype=torch.uint8, device=device)

@@ -1,8 +1,9 @@
-"""`Reducer`: the five moves on one flat gradient, with warm-up, statistics and state."""
+"""`Reducer`: the five moves on one flat gradient, for people without DDP."""
 
 from __future__ import annotations
 
-from time import perf_counter
+import operator
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -10,20 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oktopk.comm import Comm, TorchTransport
-from oktopk.feedback import settle_
+from oktopk.engine import Engine
 from oktopk.handshake import agree
-from oktopk.ledger import Traffic, dense_allreduce
-from oktopk.methods import METHODS, Method, State
+from oktopk.layout import Bucket
+from oktopk.settings import Settings
 from oktopk.simulate import alone
-from oktopk.sparse import Sparse
 from oktopk.stats import Phase, StepStats
 
 MOST = 2**31 - 1  # indices are int32 on the wire
-
-
-def num_kept(numel: int, density: float) -> int:
-    """k: the density's share of n, at least one entry of a gradient that has any."""
-    return min(numel, max(1, round(density * numel)))
 
 
 def default_comm(group: dist.ProcessGroup | None = None) -> Comm:
@@ -42,9 +37,8 @@ class Reducer:
         density: fraction of the entries that is kept, in (0, 1].
         warmup_steps: dense steps before the sparse phase.
         group: the process group; None is the default group, or this process alone.
-        exact_every: steps between exact thresholds (`oktopk`).
-        bounds_every: steps between agreements on region bounds (`oktopk`).
         comm: instead of `group`, for simulated ranks (`oktopk.simulate`).
+        more: the other fields of `oktopk.settings.Settings`.
     """
 
     def __init__(
@@ -55,169 +49,103 @@ class Reducer:
         density: float = 0.02,
         warmup_steps: int = 0,
         group: dist.ProcessGroup | None = None,
-        exact_every: int = 32,
-        bounds_every: int = 64,
         comm: Comm | None = None,
+        **more: Any,
     ) -> None:
-        _check_settings(numel, method, density, warmup_steps, exact_every, bounds_every)
+        if group is not None and comm is not None:
+            raise ValueError("pass group or comm, not both")
+        numel = operator.index(numel)
+        if not 0 <= numel <= MOST:
+            raise ValueError(
+                f"numel must be from 0 to 2**31 - 1, as indices are int32, got {numel}: "
+                "split the gradient over several reducers"
+            )
+        self.settings = Settings(method=method, density=density, warmup_steps=warmup_steps, **more)
         self.numel = numel
-        self.method = method
-        self.density = density
-        self.warmup_steps = warmup_steps
-        self.k = num_kept(numel, density)
         self.comm = comm or default_comm(group)
-        self.step = 0
-        self._state = State(exact_every=exact_every, bounds_every=bounds_every)
-        self._residual: Tensor | None = None
+        self._engine = Engine(self.settings, self.comm, [Bucket(numel)])
         self._agreed = False
+
+    @property
+    def step(self) -> int:
+        """Finished steps."""
+        return self._engine.step
 
     @property
     def phase(self) -> Phase:
         """The phase of the next step."""
-        dense = self.step < self.warmup_steps or self.method == "dense"
-        return "dense" if dense else "sparse"
+        return self._engine.phase
+
+    @property
+    def k(self) -> int:
+        """Entries the next step is to keep."""
+        return self._engine.k
 
     @property
     def residual(self) -> Tensor:
         """What this rank still owes: fp32 (float64 for float64 gradients), zero before any step."""
-        return torch.zeros(self.numel) if self._residual is None else self._residual
+        residual = self._engine.residual
+        return torch.zeros(self.numel) if residual is None else residual
 
     def reduce_(self, grad: Tensor) -> StepStats:
         """Replace `grad` by the average over ranks, the same bits on all. Blocks.
 
         Every rank must call it with the same size and dtype; the first call checks that together.
         """
+        if not isinstance(grad, Tensor):
+            raise TypeError(f"rank {self.comm.rank}: expected a tensor, got {type(grad).__name__}")
         grad = grad.detach()
         self._check(grad)
-        before = self.comm.ledger.snapshot()
-        method, k = self._plan(grad)
-        clock = [perf_counter()]
-        local = method.select(self._residual, grad, k, self._state)
-        clock.append(perf_counter())
-        exchanged = method.exchange(local, k, self._state, self.comm)
-        clock.append(perf_counter())
-        # before the residual is settled: a dense result is the gradient's own memory
-        thresholds = smallest_magnitude(local), smallest_magnitude(exchanged.result)
-        settle_(grad, self._residual, local, exchanged, self.comm.size)
-        clock.append(perf_counter())
-        stats = StepStats(
-            step=self.step,
-            phase=self.phase,
-            numel=self.numel,
-            k=k,
-            local=local.num,
-            result=exchanged.result.num,
-            local_threshold=thresholds[0],
-            global_threshold=thresholds[1],
-            imbalance=exchanged.imbalance,
-            **_bill(self.comm.ledger.since(before)),
-            bytes_dense=dense_allreduce(self.numel * acc_dtype(grad).itemsize, self.comm.size).sent,
-            **_times(clock),
-        )
-        self.step += 1
-        return stats
+        self._engine.begin()
+        self._engine.feed(0, grad)
+        return self._engine.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact resume needs, as tensors and plain numbers."""
+        residual = self._engine.residual
         return {
             "numel": self.numel,
-            "step": self.step,
-            "residual": None if self._residual is None else self._residual.clone(),
-            "method": self.method,
-            "state": self._state.state_dict(),
+            "method": self.settings.method,
+            "size": self.comm.size,
+            "residual": None if residual is None else residual.clone(),
+            "engine": self._engine.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken: the same bits as a run that never stopped."""
-        for name, mine in {"numel": self.numel, "method": self.method}.items():
-            if state[name] != mine:
-                raise ValueError(f"the state was saved with {name}={state[name]}, this is {mine}")
-        self.step = state["step"]
-        self._residual = None if state["residual"] is None else state["residual"].clone()
-        self._state.load_state_dict(state["state"])
-
-    def _plan(self, grad: Tensor) -> tuple[Method, int]:
-        if self.phase == "dense":
-            return METHODS["dense"], self.numel
-        if self._residual is None:
-            self._residual = torch.zeros_like(grad, dtype=acc_dtype(grad))
-        return METHODS[self.method], self.k
+        here = {"numel": self.numel, "method": self.settings.method, "size": self.comm.size}
+        for name, mine in here.items():
+            if state.get(name) != mine:
+                raise ValueError(
+                    f"the state was saved with {name}={state.get(name)}, this is {mine}"
+                )
+        residual = state["residual"]
+        self._engine.residual = None if residual is None else residual.clone()
+        self._engine.load_state_dict(state["engine"])
+        self._agreed = False  # the ranks may have loaded different states
 
     def _check(self, grad: Tensor) -> None:
         if not self._agreed:  # all ranks find out together, before one of them waits for another
-            agree(
-                self.comm,
-                grad.device,
-                {
-                    "numel": self.numel,
-                    "method": self.method,
-                    "density": self.density,
-                    "warmup_steps": self.warmup_steps,
-                    "exact_every": self._state.exact_every,
-                    "bounds_every": self._state.bounds_every,
-                    "step": self.step,
-                    "gradient shape": list(grad.shape),
-                    "gradient dtype": str(grad.dtype),
-                },
-            )
+            facts = asdict(self.settings) | {
+                "numel": self.numel,
+                "step": self.step,
+                "state": self._engine.shared(),
+                "residual dtype": str(self.residual.dtype),
+                "gradient shape": list(grad.shape),
+                "gradient dtype": str(grad.dtype),
+                "gradient is contiguous": grad.is_contiguous(),
+            }
+            agree(self.comm, grad.device, facts)
             self._agreed = True
-        where = f"rank {self.comm.rank}, step {self.step}"
-        if not grad.is_floating_point() or grad.dtype.itemsize < 2:
-            raise TypeError(f"{where}: gradients must be floating point, got {grad.dtype}")
-        if grad.shape != (self.numel,) or not grad.is_contiguous():
-            raise ValueError(
-                f"{where}: expected a flat contiguous gradient of {self.numel} elements, "
-                f"got shape {tuple(grad.shape)}, strides {grad.stride()}"
-            )
+        check_gradient(grad, self.numel, f"rank {self.comm.rank}, step {self.step}")
 
 
-def acc_dtype(grad: Tensor) -> torch.dtype:
-    """Residuals and sums are fp32; float64 for float64 gradients."""
-    return torch.promote_types(grad.dtype, torch.float32)
-
-
-def smallest_magnitude(sparse: Sparse) -> float:
-    """The threshold in effect; 0 when everything or nothing is kept. O(num)."""
-    if sparse.indices is None or not sparse.num:
-        return 0.0
-    return sparse.values.abs().min().item()
-
-
-def _bill(traffic: dict[str, Traffic]) -> dict[str, Any]:
-    total = sum(traffic.values(), Traffic())
-    return {
-        "bytes_sent": total.sent,
-        "bytes_header": total.header_sent,
-        "bytes_received": total.received,
-        "messages": total.messages_sent,
-        "stages": {stage: part for stage, part in traffic.items() if part != Traffic()},
-    }
-
-
-def _times(clock: list[float]) -> dict[str, Any]:
-    start, selected, arrived, end = clock
-    return {
-        "select": selected - start,
-        "exchange": arrived - selected,
-        "scatter": end - arrived,
-        "exposed": end - start,
-    }
-
-
-def _check_settings(
-    numel: int, method: str, density: float, warmup_steps: int, exact_every: int, bounds_every: int
-) -> None:
-    if not 0 <= numel <= MOST:
+def check_gradient(grad: Tensor, numel: int, where: str) -> None:
+    """Raise an error that names what is wrong with a gradient."""
+    if not grad.is_floating_point() or grad.dtype.itemsize < 2:
+        raise TypeError(f"{where}: gradients must be fp16, bf16, fp32 or float64, got {grad.dtype}")
+    if grad.shape != (numel,) or not grad.is_contiguous():
         raise ValueError(
-            f"numel must be from 0 to 2**31 - 1, as indices are int32, got {numel}: "
-            "split the gradient over several reducers"
+            f"{where}: expected a flat contiguous gradient of {numel} elements, "
+            f"got shape {tuple(grad.shape)}, strides {grad.stride()}"
         )
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
-    if not 0 < density <= 1:  # a NaN fails too
-        raise ValueError(f"density must be in (0, 1], got {density}")
-    if warmup_steps < 0:
-        raise ValueError(f"warmup_steps must be 0 or more, got {warmup_steps}")
-    for name, every in {"exact_every": exact_every, "bounds_every": bounds_every}.items():
-        if every < 1:
-            raise ValueError(f"{name} must be 1 or more, got {every}")

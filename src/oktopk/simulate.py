@@ -36,6 +36,7 @@ class Hub:
         self.board = torch.empty(0)
         self.failed = False
         self._left = [False] * size
+        self._meetings = [0] * size
         self._turns = [threading.Semaphore(0) for _ in range(size)]
 
     def start(self) -> None:
@@ -48,10 +49,12 @@ class Hub:
 
     def meet(self, rank: int) -> None:
         """Return when every rank has called it as often as this one."""
-        if any(self._left):
-            raise RuntimeError(f"rank {rank} waits in a collective that other ranks never enter")
+        self._meetings[rank] += 1
         self._pass_on(rank)
         self.wait_turn(rank)
+        mine = self._meetings[rank]
+        if any(left and seen < mine for left, seen in zip(self._left, self._meetings, strict=True)):
+            raise RuntimeError(f"rank {rank} waits in a collective that other ranks never enter")
 
     def leave(self, rank: int) -> None:
         self._left[rank] = True
@@ -86,6 +89,9 @@ class SimulatedTransport:
         self.hub.meet(self.rank)
         out.copy_(self.hub.board[:, self.rank])
 
+    def close(self) -> None:
+        pass
+
     def _lay_down(self, messages: dict[int, Tensor]) -> None:
         self.hub.slots[self.rank] = messages
         self.hub.meet(self.rank)
@@ -114,8 +120,10 @@ def simulate(size: int, rank_main: Callable[[Comm], T]) -> list[T]:
 
     The first error of any rank ends all of them and is raised here.
     """
-    hub = Hub(size)
-    errors: list[Exception] = []
+    if size < 1:
+        raise ValueError(f"there must be 1 rank or more, got {size}")
+    hub, num_threads = Hub(size), torch.get_num_threads()
+    errors: list[BaseException] = []
 
     def run(rank: int) -> T | None:
         torch.set_num_threads(1)  # one pool of threads per rank would be size times too many
@@ -124,7 +132,7 @@ def simulate(size: int, rank_main: Callable[[Comm], T]) -> list[T]:
             return rank_main(Comm(SimulatedTransport(hub, rank)))
         except AbandonedError:
             return None
-        except Exception as error:  # noqa: BLE001 - raised again below, in the caller's thread
+        except BaseException as error:  # noqa: BLE001 - raised again below, in the caller's thread
             errors.append(error)
             hub.failed = True
             return None
@@ -134,6 +142,7 @@ def simulate(size: int, rank_main: Callable[[Comm], T]) -> list[T]:
     with ThreadPoolExecutor(size, thread_name_prefix="simulated-rank") as pool:
         futures = [pool.submit(run, rank) for rank in range(size)]
         hub.start()
+    torch.set_num_threads(num_threads)  # new threads of the caller would inherit the 1
     if errors:
         raise errors[0]
     return [future.result() for future in futures]  # type: ignore[misc]

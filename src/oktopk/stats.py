@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from oktopk.ledger import Traffic
 
@@ -24,7 +24,7 @@ class StepStats:
     """n, the elements of the gradient."""
 
     k: int
-    """Entries the density asks for; n in the dense phase."""
+    """Entries the density asks for, and those that travel dense; n in the dense phase."""
 
     local: int
     """Entries this rank selected."""
@@ -51,10 +51,13 @@ class StepStats:
     """Bytes this rank received in this step, headers included."""
 
     bytes_dense: int
-    """Bytes a dense allreduce of this gradient sends per rank: 2n(P-1)/P elements."""
+    """Bytes a dense allreduce of this gradient, in its own dtype, sends: 2n(P-1)/P elements."""
 
     messages: int
     """Messages this rank sent in this step."""
+
+    skipped: bool
+    """A rank had a NaN or Inf, so no rank applied anything."""
 
     select: float
     """Seconds of accumulating and selecting."""
@@ -70,6 +73,11 @@ class StepStats:
 
     stages: dict[str, Traffic] = field(default_factory=dict)
     """The traffic of this step by stage of the exchange."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields and the two ratios, for a line of JSON."""
+        ratios = {"sparsity": self.sparsity, "compression_ratio": self.compression_ratio}
+        return asdict(self) | ratios
 
     @property
     def sparsity(self) -> float:

@@ -30,6 +30,11 @@ def form(device_type: str) -> ModuleType:
     return importlib.import_module("oktopk.kernels.reference")
 
 
+def all_finite(x: Tensor) -> bool:
+    """Whether x has no NaN and no Inf. One read of n."""
+    return form(x.device.type).all_finite(x)
+
+
 def kth_magnitude(x: Tensor, k: int) -> float:
     """The k-th largest |x|, exactly, for 1 <= k <= n. Two passes of counting, no sort: O(n)."""
     return form(x.device.type).kth_magnitude(x, k)

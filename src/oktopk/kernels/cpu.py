@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oktopk.kernels import reference
 from oktopk.kernels.vector import WIDTH, add_hit_word, hit_word, lowest_bit, num_bits
 from oktopk.sparse import Sparse
 
@@ -99,6 +100,15 @@ def _count_digits(bits, sign_off, prefix, digit, shift, counts):
 
 
 @compiled
+def _largest(bits, sign_off):
+    """The largest magnitude as bits; a vector maximum, so it runs at the speed of reading."""
+    largest = sign_off - sign_off
+    for i in range(bits.size):
+        largest = max(largest, bits[i] & sign_off)
+    return largest
+
+
+@compiled
 def _merge(indices, values, lo, sums, touched, out_indices, out_values):
     for i in range(indices.size):
         at = np.intp(indices[i]) - lo
@@ -133,6 +143,15 @@ def _clear_common(residual, ours, result):
             return
         if ours[i] == result[j]:
             residual[result[j]] = 0
+
+
+def all_finite(x: Tensor) -> bool:
+    if x.dtype not in UNSIGNED:
+        return reference.all_finite(x)
+    bits = x.detach().numpy().view(UNSIGNED[x.dtype])
+    infinity = torch.tensor(torch.inf, dtype=x.dtype).numpy().view(bits.dtype)
+    sign_off = bits.dtype.type((1 << (bits.itemsize * 8 - 1)) - 1)
+    return bool(_largest(bits, sign_off) < infinity)
 
 
 def kth_magnitude(x: Tensor, k: int) -> float:

@@ -8,6 +8,10 @@ from torch import Tensor
 from oktopk.sparse import Sparse
 
 
+def all_finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x).all())
+
+
 def kth_magnitude(x: Tensor, k: int) -> float:
     return x.abs().kthvalue(x.numel() - k + 1).values.item()
 

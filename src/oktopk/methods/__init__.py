@@ -21,7 +21,7 @@ class Method:
     """(residual, grad, k, state) -> what this rank offers; leaves acc in `residual`."""
 
     exchange: Callable[..., Exchanged]
-    """(local, k, state, comm) -> the global sum, the same bits on every rank."""
+    """(local, rider, k, state, comm) -> the global sums, the same bits on every rank."""
 
     keeps_k: bool
     """Whether the result has about k entries too, not only what each rank offers."""

@@ -10,14 +10,14 @@ all non-zeros.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from oktopk.comm import Comm
 from oktopk.methods.balance import affordable, must_balance, within_bound
-from oktopk.methods.selection import BAND, at_least_smallest, smallest
+from oktopk.methods.selection import BAND
 from oktopk.methods.state import Level, State, slope_between
 from oktopk.sparse import Sparse
 
@@ -37,7 +37,8 @@ class Kept:
     outside: list[int]
     """Entries each rank has sent in split-and-reduce."""
 
-    threshold: float
+    cut: bool = False
+    """The result had to be cut below 0.9 k to stay within the bound on words."""
 
 
 def select_globally(region: Sparse, outside: int, k: int, state: State, comm: Comm) -> Kept:
@@ -48,7 +49,9 @@ def select_globally(region: Sparse, outside: int, k: int, state: State, comm: Co
     if kept is None:
         kept = _exactly(region, outside, k, state, comm)
     if not _fits(kept, k):
-        kept = _exactly(region, outside, affordable(kept.outside, k), state, comm)
+        level, most = state.result, affordable(kept.outside, k)
+        kept = replace(_exactly(region, outside, most, state, comm), cut=most < (1 - BAND) * k)
+        state.result = level  # the next step starts from the level of k, not of the cut
     return kept
 
 
@@ -61,9 +64,8 @@ def _by_ladder(region: Sparse, outside: int, k: int, state: State, comm: Comm) -
     """Take the rung with the count nearest k; None if none is within 10 %."""
     level = state.result
     assert level is not None
-    least = smallest(region.values)
     rungs = torch.tensor(  # ascending thresholds, descending counts
-        [max(level.at(STEP ** (RUNGS / 2 - rung)), least) for rung in range(RUNGS)],
+        [level.at(STEP ** (RUNGS / 2 - rung)) for rung in range(RUNGS)],
         dtype=region.values.dtype,
         device=region.values.device,
     )
@@ -82,7 +84,6 @@ def _by_ladder(region: Sparse, outside: int, k: int, state: State, comm: Comm) -
         _masked(region, reached > best),
         table[:, best].tolist(),
         table[:, RUNGS].tolist(),
-        thresholds[best],
     )
 
 
@@ -103,20 +104,19 @@ def _exactly(region: Sparse, outside: int, k: int, state: State, comm: Comm) -> 
     keep = above | (tied & (tied.cumsum(0) <= ties_taken[comm.rank]))
     slope = state.result.slope if state.result else Level(0.0).slope
     state.result = Level(threshold, slope)
-    return Kept(_masked(region, keep), counts, [row[2] for row in table], threshold)
+    return Kept(_masked(region, keep), counts, [row[2] for row in table])
 
 
 def kth_over_ranks(values: Tensor, k: int, comm: Comm) -> float:
-    """The k-th largest magnitude over all ranks, exactly; the least threshold if there are fewer.
+    """The k-th largest magnitude over all ranks, exactly; 0 if there are fewer.
 
-    4 rounds of 256 int32 for float32 values (8 for float64), each summed over ranks.
+    A sum of 0 counts: its parts were offered and cancelled, and only as a part of the result do
+    they leave the residuals. 4 rounds of 256 int32 for float32 values (8 for float64).
     """
     if k <= 0:
         return math.inf
-    least = smallest(values)
     integer = torch.int32 if values.dtype == torch.float32 else torch.int64
-    magnitudes = values.abs()
-    bits = magnitudes[~(magnitudes < least)].view(integer)
+    bits = values.abs().view(integer)
     shift, prefix = values.dtype.itemsize * 8, 0
     while shift > 0:
         shift -= DIGIT
@@ -127,7 +127,7 @@ def kth_over_ranks(values: Tensor, k: int, comm: Comm) -> float:
         prefix = prefix << DIGIT | digit
         bits = bits[digits == digit]
     found = torch.tensor(prefix, dtype=integer).view(values.dtype).item()
-    return at_least_smallest(found, values)
+    return math.inf if math.isnan(found) else found
 
 
 def _digit_of(counts: list[int], k: int) -> tuple[int, int]:

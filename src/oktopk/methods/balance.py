@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from oktopk.comm import Comm
+from oktopk.methods.regions import gather_with_share
 
 UNEVEN = 4  # the paper's rule: balance when the largest share is over 4 times the mean
 
@@ -54,9 +55,11 @@ def entries_sent(counts: list[int], *, balanced: bool) -> list[int]:
 def entry_bound(k: int, size: int) -> int:
     """The most entries a rank may send in one step: 3k(P-1)/P, that is 6k(P-1)/P words.
 
-    k is taken up to the next multiple of P: no share is smaller than an entry.
+    Below k = 2P, k is taken up to the next multiple of P: no share is smaller than an entry.
     """
-    return 3 * -(-k // size) * (size - 1)
+    if k < 2 * size:
+        return 3 * -(-k // size) * (size - 1)
+    return 3 * k * (size - 1) // size
 
 
 def within_bound(counts: list[int], outside: list[int], k: int, *, balanced: bool) -> bool:
@@ -88,16 +91,19 @@ def affordable(outside: list[int], k: int) -> int:
     return bisect_right(range(1, k + 1), budget, key=worst)
 
 
-def gather(rows: Tensor, counts: list[int], comm: Comm, *, balanced: bool) -> Tensor:
-    """Everyone's rows in rank order. Sends `entries_sent(counts, balanced)` rows."""
+def gather(
+    rows: Tensor, counts: list[int], share: Tensor, comm: Comm, *, balanced: bool
+) -> tuple[Tensor, Tensor]:
+    """Everyone's rows in rank order, and the riders. Sends `entries_sent` rows, and riders."""
     if not balanced:
-        return comm.gather_rows(rows, counts, stage="gather")
+        return gather_with_share(rows, counts, share, comm)
     moves = surplus_moves(counts)
     shares = even_shares(sum(counts), comm.size)
     kept = min(counts[comm.rank], shares[comm.rank])
     received = _hand_over(rows[kept:], moves, comm)
-    blocks = comm.gather_rows(torch.cat([rows[:kept], received]), shares, stage="gather")
-    return torch.cat(_in_rank_order(blocks, counts, moves))
+    block = torch.cat([rows[:kept], received])
+    blocks, rider = gather_with_share(block, shares, share, comm)
+    return torch.cat(_in_rank_order(blocks, counts, moves)), rider
 
 
 def _hand_over(surplus: Tensor, moves: list[tuple[int, int, int]], comm: Comm) -> Tensor:

@@ -10,15 +10,24 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from oktopk import kernels, wire
 from oktopk.comm import Comm
-from oktopk.methods import balance
+from oktopk.methods import balance, riders
 from oktopk.methods.agreement import select_globally
-from oktopk.methods.regions import agreed_bounds, equal_bounds, split_reduce, unpacked
+from oktopk.methods.regions import (
+    agreed_bounds,
+    equal_bounds,
+    gather_with_share,
+    one_owner_bounds,
+    split_reduce,
+    unpacked,
+)
+from oktopk.methods.riders import in_rank_order
 from oktopk.methods.selection import top
 from oktopk.methods.state import State
-from oktopk.sparse import Sparse
+from oktopk.sparse import Sparse, empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +37,9 @@ class Exchanged:
     result: Sparse
     """The same bits on every rank."""
 
+    rider: Tensor
+    """The sum of what travelled whole, the same bits on every rank."""
+
     returned: tuple[Sparse, ...] = ()
     """Sums that were cut off on this rank though their index is in the result."""
 
@@ -35,79 +47,93 @@ class Exchanged:
     """Largest share of the result over the mean share."""
 
 
-def dense(local: Sparse, k: int, state: State, comm: Comm) -> Exchanged:
+def dense(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -> Exchanged:
     """Sum everything. One allreduce: 2n(P-1)/P words."""
-    return Exchanged(Sparse(None, comm.all_reduce_(local.values, stage="dense"), local.numel))
+    total = comm.all_reduce_(local.values, stage="dense")
+    return Exchanged(Sparse(None, total, local.numel), rider)
 
 
-def allgather(local: Sparse, k: int, state: State, comm: Comm) -> Exchanged:
+def allgather(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -> Exchanged:
     """Gather every rank's selection and sum it here. 2k(P-1) words: grows with P."""
-    counts = _counts(local.num, local, comm)
-    rows = comm.gather_rows(wire.pack(local), counts, stage="gather")
+    counts = comm.all_gather_size(local.num, local.values.device, stage="counts")
+    rows, parts = gather_with_share(wire.pack(local), counts, rider, comm)
     indices, values = wire.unpack(rows, local.values.dtype)
     result = kernels.merge(indices, values, counts, 0, local.numel)
-    return Exchanged(result, imbalance=_imbalance(counts))
+    total = in_rank_order(parts.view(comm.size, rider.numel()))
+    return Exchanged(result, total, imbalance=_imbalance(counts))
 
 
-def region_gather(local: Sparse, k: int, state: State, comm: Comm) -> Exchanged:
+def region_gather(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -> Exchanged:
     """Sparse reduce-scatter over equal regions, then gather all sums; dense when that is less.
 
     4k(P-1)/P words when all ranks chose alike, up to (2k+n)(P-1)/P when nothing overlaps.
     """
     bounds = equal_bounds(local.numel, comm.size)
-    region, _ = split_reduce(local, bounds, comm)
-    counts = _counts(region.num, local, comm)
+    mine = split_reduce(local, rider, bounds, comm)
+    counts = comm.all_gather_size(mine.region.num, local.values.device, stage="counts")
     value_words = wire.words_per_value(local.values.dtype)
     if sum(counts) * (1 + value_words) < local.numel * value_words:
-        rows = comm.gather_rows(wire.pack(region), counts, stage="gather")
-        return Exchanged(unpacked(rows, local), imbalance=_imbalance(counts))
-    widths = [hi - lo for lo, hi in pairwise(bounds)]
-    values = region.to_dense()[bounds[comm.rank] : bounds[comm.rank + 1]]
-    everything = comm.gather_rows(values, widths, stage="gather")
-    indices = everything.nonzero().squeeze(1)
-    return Exchanged(Sparse(indices.int(), everything[indices], local.numel))
+        rows, total = gather_with_share(wire.pack(mine.region), counts, mine.share, comm)
+        result = unpacked(rows, local)
+        return Exchanged(result, total[: rider.numel()], imbalance=_imbalance(counts))
+    widths = [hi - lo + mine.share.numel() for lo, hi in pairwise(bounds)]
+    # a sum of 0 is told from nothing by its sign: its parts were offered and must leave residuals
+    sums = mine.region.values
+    marked = Sparse(mine.region.indices, torch.where(sums == 0, -0.0, sums), local.numel)
+    region = marked.to_dense()[bounds[comm.rank] : bounds[comm.rank + 1]]
+    blocks = comm.gather_rows(torch.cat([region, mine.share]), widths, stage="gather").split(widths)
+    ends = [width - mine.share.numel() for width in widths]
+    everything = torch.cat([block[:end] for block, end in zip(blocks, ends, strict=True)])
+    total = torch.cat([block[end:] for block, end in zip(blocks, ends, strict=True)])
+    indices = (everything.ne(0) | everything.signbit()).nonzero().squeeze(1)
+    result = Sparse(indices.int(), everything[indices], local.numel)
+    return Exchanged(result, total[: rider.numel()])
 
 
-def tree_merge(local: Sparse, k: int, state: State, comm: Comm) -> Exchanged:
+def tree_merge(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -> Exchanged:
     """Merge pairwise up a tree, keeping k at every node; then pass the last k down.
 
     A rank sends 2k words up and 2k to each child on the way down; 4k log P pass on the longest way.
     A node may cut a sum whose index survives through another branch: the published method loses
     it, here it stays with the node that cut it.
     """
-    mine, cut = local, []
+    mine, total, cut = local, rider.clone(), []
     strides = [1 << level for level in range((comm.size - 1).bit_length())]
     for stride in strides:
         child, parent = _tree_edges(comm, stride)
-        rows = comm.shift(wire.pack(mine), to=parent, source=child, stage="reduce")
-        if child is not None:
-            both = _merge_two(mine, unpacked(rows, local))
+        heard = _pass(mine, total, parent, child, comm, stage="reduce")
+        if heard is not None:
+            both = _merge_two(mine, heard[0])
             mine = top(both, k)[0]
-            cut.append(_missing(both, mine))
+            cut.append(_filtered(both, mine, invert=True))
+            total += heard[1]
     for stride in reversed(strides):
         child, parent = _tree_edges(comm, stride)
-        rows = comm.shift(wire.pack(mine), to=child, source=parent, stage="broadcast")
-        if parent is not None:
-            mine = unpacked(rows, local)
-    return Exchanged(mine, returned=tuple(_common(sums, mine) for sums in cut))
+        heard = _pass(mine, total, child, parent, comm, stage="broadcast")
+        if heard is not None:
+            mine, total = heard
+    returned = tuple(_filtered(sums, mine, invert=False) for sums in cut)
+    return Exchanged(mine, total, returned=returned)
 
 
-def oktopk(local: Sparse, k: int, state: State, comm: Comm) -> Exchanged:
+def oktopk(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -> Exchanged:
     """Ok-Topk: at most 6k(P-1)/P words, whatever P (k taken up to a multiple of P)."""
-    if state.bounds is None or state.step % state.bounds_every == 0 or state.uneven:
+    due = state.bounds is None or state.step % state.bounds_every == 0 or state.uneven
+    if due and not state.one_owner:
         state.bounds = torch.tensor(agreed_bounds(local, comm), dtype=torch.int64)
-    region, outside = split_reduce(local, state.bounds.tolist(), comm)
-    kept = select_globally(region, outside, k, state, comm)
+    assert state.bounds is not None
+    mine = split_reduce(local, rider, state.bounds.tolist(), comm)
+    kept = select_globally(mine.region, mine.outside, k, state, comm)
     balanced = balance.must_balance(kept.counts, kept.outside, k)
-    rows = balance.gather(wire.pack(kept.region), kept.counts, comm, balanced=balanced)
+    rows, total = balance.gather(
+        wire.pack(kept.region), kept.counts, mine.share, comm, balanced=balanced
+    )
     state.step += 1
     state.uneven = balanced
-    return Exchanged(unpacked(rows, local), imbalance=_imbalance(kept.counts))
-
-
-def _counts(num: int, like: Sparse, comm: Comm) -> list[int]:
-    mine = torch.tensor([num], dtype=torch.int32, device=like.values.device)
-    return comm.all_gather(mine, stage="counts").view(-1).tolist()
+    if kept.cut:
+        state.one_owner, state.bounds = True, torch.tensor(one_owner_bounds(local.numel, comm.size))
+    imbalance = _imbalance(kept.counts)
+    return Exchanged(unpacked(rows, local), total[: rider.numel()], imbalance=imbalance)
 
 
 def _imbalance(counts: list[int]) -> float:
@@ -124,21 +150,30 @@ def _tree_edges(comm: Comm, stride: int) -> tuple[int | None, int | None]:
     return (child if child < comm.size else None), None
 
 
+def _pass(
+    mine: Sparse, rider: Tensor, to: int | None, source: int | None, comm: Comm, *, stage: str
+) -> tuple[Sparse, Tensor] | None:
+    """Hand my set and riders to one rank of the tree; what another handed me, None from nobody."""
+    aboard = riders.to_rows(rider.unsqueeze(0))
+    rows, _ = riders.board(wire.pack(mine), [mine.num], aboard)
+    rows = comm.shift(rows, to=to, source=source, stage=stage)
+    if source is None:
+        return None
+    rows, _, aboard = riders.alight(rows, [len(rows)], aboard.shape[1])
+    values = riders.to_values(aboard, rider.numel(), rider.dtype)[0]
+    return unpacked(rows, mine), values
+
+
 def _merge_two(a: Sparse, b: Sparse) -> Sparse:
     assert a.indices is not None and b.indices is not None
     indices, values = torch.cat([a.indices, b.indices]), torch.cat([a.values, b.values])
     return kernels.merge(indices, values, [a.num, b.num], 0, a.numel)
 
 
-def _missing(full: Sparse, part: Sparse) -> Sparse:
-    return _filtered(full, part, invert=True)
-
-
-def _common(sums: Sparse, result: Sparse) -> Sparse:
-    return _filtered(sums, result, invert=False)
-
-
 def _filtered(sparse: Sparse, other: Sparse, *, invert: bool) -> Sparse:
     assert sparse.indices is not None and other.indices is not None
-    keep = torch.isin(sparse.indices, other.indices, invert=invert)
+    if not other.num:
+        return sparse if invert else empty(sparse.numel, sparse.values)
+    place = torch.searchsorted(other.indices, sparse.indices).clamp_(max=other.num - 1)
+    keep = (other.indices[place] == sparse.indices) ^ invert
     return Sparse(sparse.indices[keep], sparse.values[keep], sparse.numel)

@@ -1,7 +1,7 @@
 """Moves one and two: `residual += grad`, then choose what to offer.
 
 Every selection takes (residual, grad, k, state), leaves acc in `residual` and returns at most k
-entries. Zeros are never offered, so there may be fewer.
+entries. Zeros are never offered, so there may be fewer. A `grad` of None is added already.
 """
 
 from __future__ import annotations
@@ -70,22 +70,25 @@ def everything(residual: Tensor | None, grad: Tensor, k: int, state: State) -> S
     acc = grad.to(torch.promote_types(grad.dtype, torch.float32))
     if residual is not None:  # what a sparse phase before this one still owes
         acc = acc + residual
-        residual.zero_()
     return Sparse(None, acc, grad.numel())
 
 
-def exact(residual: Tensor, grad: Tensor, k: int, state: State) -> Sparse:
+def accumulated(residual: Tensor, grad: Tensor | None) -> Tensor:
+    return residual if grad is None else residual.add_(grad)
+
+
+def exact(residual: Tensor, grad: Tensor | None, k: int, state: State) -> Sparse:
     """The exact top k of acc."""
-    return exact_of(residual.add_(grad), k)[0]
+    return exact_of(accumulated(residual, grad), k)[0]
 
 
-def gaussian(residual: Tensor, grad: Tensor, k: int, state: State) -> Sparse:
+def gaussian(residual: Tensor, grad: Tensor | None, k: int, state: State) -> Sparse:
     """By the threshold that k of n normal values reach, corrected until the count is near k.
 
     Gradients have heavier tails than that, so the first guess is off; each correction costs one
     counting pass, and where none helps (ties) the exact k-th value decides.
     """
-    acc = residual.add_(grad)
+    acc = accumulated(residual, grad)
     if k <= 0:
         return empty(acc.numel(), acc)
     rms = float(torch.linalg.vector_norm(acc, dtype=torch.float64)) / acc.numel() ** 0.5
@@ -105,7 +108,7 @@ def gaussian(residual: Tensor, grad: Tensor, k: int, state: State) -> Sparse:
     return exact_of(acc, k)[0]
 
 
-def near_exact(residual: Tensor, grad: Tensor, k: int, state: State) -> Sparse:
+def near_exact(residual: Tensor, grad: Tensor | None, k: int, state: State) -> Sparse:
     """The top k of acc for the price of one fused pass: last step's threshold finds candidates.
 
     A threshold a little below the last one gives about 1.25 k candidates in the same pass that adds
@@ -115,10 +118,14 @@ def near_exact(residual: Tensor, grad: Tensor, k: int, state: State) -> Sparse:
     """
     level = state.local
     if level is None or not 0 < k < residual.numel() or state.step % state.exact_every == 0:
-        return _exact_level(residual.add_(grad), k, state)
+        return _exact_level(accumulated(residual, grad), k, state)
     low = max(level.at(AIM), smallest(residual))
-    candidates, count = kernels.accumulate_select(residual, grad, low, int(ROOM * k))
-    if not (1 - BAND) * k <= count <= int(ROOM * k):
+    room = int(ROOM * k)
+    if grad is None:
+        candidates, count = kernels.select(residual, low, room)
+    else:
+        candidates, count = kernels.accumulate_select(residual, grad, low, room)
+    if not (1 - BAND) * k <= count <= room:
         return _exact_level(residual, k, state)
     if count <= k:
         state.local = level.moved(low, count / k)

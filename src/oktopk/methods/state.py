@@ -26,6 +26,10 @@ class Level:
         """The threshold that `ratio * k` entries should reach."""
         return self.threshold * ratio ** (-1 / self.slope)
 
+    def scaled(self, factor: float) -> Level:
+        """The level when everything is `factor` times as large."""
+        return Level(self.threshold * factor, self.slope)
+
     def moved(self, threshold: float, ratio: float) -> Level:
         """The level after `ratio * k` entries were seen to reach `threshold`."""
         return Level(threshold * ratio ** (1 / self.slope), self.slope)
@@ -64,6 +68,14 @@ class State:
     uneven: bool = False
     """The last step's shares were so uneven that the bounds should be agreed on again."""
 
+    one_owner: bool = False
+    """Agreed bounds once forced a cut of the result; from then on one rank owns everything."""
+
+    def shared(self) -> str:
+        """What must be the same on every rank, as text to compare."""
+        bounds = None if self.bounds is None else self.bounds.tolist()
+        return repr((self.step, self.result, bounds, self.uneven, self.one_owner))
+
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain numbers only, so that safe loading takes it."""
         return {
@@ -72,6 +84,7 @@ class State:
             "result": _pair(self.result),
             "bounds": None if self.bounds is None else self.bounds.clone(),
             "uneven": self.uneven,
+            "one_owner": self.one_owner,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -79,7 +92,7 @@ class State:
         self.local = None if state["local"] is None else Level(*state["local"])
         self.result = None if state["result"] is None else Level(*state["result"])
         self.bounds = None if state["bounds"] is None else state["bounds"].clone()
-        self.uneven = state["uneven"]
+        self.uneven, self.one_owner = state["uneven"], state["one_owner"]
 
 
 def _pair(level: Level | None) -> list[float] | None:

@@ -1,0 +1,269 @@
+"""The five moves over a gradient that arrives in buckets.
+
+`feed` takes a bucket the moment it is ready; `finish` ends the step. In the sparse phase a bucket
+is selected and exchanged at once, for its quota of the model's k entries. Quotas come from steps
+in which the whole model is selected and exchanged together: the exact-threshold steps of `oktopk`,
+more often right after the sparse phase began. The other sparse methods must see everything to
+choose, so in scope "model" they exchange the whole model at every step.
+
+Nothing is applied before every bucket has been exchanged and no rank has raised the alarm, so a
+step with a NaN can be undone on all ranks.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from hashlib import sha256
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oktopk import kernels
+from oktopk.comm import Comm
+from oktopk.feedback import settle_
+from oktopk.layout import Bucket, narrow, share_out
+from oktopk.methods import METHODS, Exchanged, Method, State
+from oktopk.settings import Settings, num_kept
+from oktopk.sparse import Sparse, empty
+from oktopk.stats import Phase, StepStats
+from oktopk.tally import Tally
+
+NEVER = 2**62  # steps
+EARLY = frozenset({0, 1, 2, 4, 8, 16})  # sparse steps after which quotas soon grow old
+
+
+class NonfiniteError(FloatingPointError):
+    """A gradient had a NaN or Inf on some rank, and the user asked to be told by an error."""
+
+
+class Engine:
+    """One model's exchange on one rank: residuals, thresholds, quotas."""
+
+    def __init__(self, settings: Settings, comm: Comm, buckets: list[Bucket]) -> None:
+        self.settings = settings
+        self.comm = comm
+        self.step = 0
+        self.skipped = 0
+        self.lay_out(buckets)
+
+    def lay_out(self, buckets: list[Bucket]) -> None:
+        """Take on other buckets. What is owed must be carried over by the caller."""
+        self.buckets = buckets
+        self.starts = list(accumulate((bucket.numel for bucket in buckets), initial=0))
+        self.numel = self.starts[-1]
+        self.num_dense = sum(bucket.num_dense for bucket in buckets)
+        exact_every = NEVER if self._sets_quotas else self.settings.exact_every
+        bounds_every = self.settings.bounds_every
+        self.states = [State(exact_every=exact_every, bounds_every=bounds_every) for _ in buckets]
+        self.whole = State(exact_every=1, bounds_every=bounds_every)
+        self.quotas: list[int] = []
+        self.residual: Tensor | None = None
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the next step."""
+        return "dense" if self.settings.is_dense(self.step) else "sparse"
+
+    @property
+    def k(self) -> int:
+        """Entries the next step is to keep; those that travel dense come on top."""
+        if self.phase == "dense":
+            return self.numel
+        return num_kept(self.numel - self.num_dense, self.settings.density_at(self.step))
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether the next step exchanges the whole model at once, after its last bucket."""
+        if self.phase == "dense" or self.settings.scope == "bucket" or len(self.buckets) <= 1:
+            return False
+        sparse_step = self.step - self.settings.warmup_steps
+        due = sparse_step in EARLY or sparse_step % self.settings.exact_every == 0
+        return not self._sets_quotas or due or sum(self.quotas) != self.k
+
+    @property
+    def _sets_quotas(self) -> bool:
+        """Whether buckets leave early with a quota that whole steps set."""
+        several = len(self.buckets) > 1
+        return several and self.settings.scope == "model" and self.settings.method == "oktopk"
+
+    def begin(self) -> None:
+        """Start a step."""
+        self.comm.alarm = False
+        self._method: Method = METHODS["dense" if self.phase == "dense" else self.settings.method]
+        self._whole_step = self.waits_for_all
+        self._undo = [copy(state) for state in self.states], copy(self.whole), self.quotas
+        self._grads: dict[int, Tensor] = {}
+        self._riders: dict[int, Tensor] = {}
+        self._added: set[int] = set()
+        self._tally = Tally(self.comm.ledger)
+
+    def feed(self, bucket: int, grad: Tensor) -> None:
+        """Take one bucket's gradient; exchange it now unless the step waits for all."""
+        self._grads[bucket] = grad
+        with self._tally.clock("select"):
+            finite = self.phase == "dense" or self._inspect(bucket, grad)
+            if self._whole_step:
+                return
+            k = self._k_of(bucket)
+            residual, state = self.residual_of(bucket), self.states[bucket]
+            if finite:
+                local = self._method.select(residual, grad, k, state)
+            else:
+                local = empty(grad.numel(), self._acc_like(grad))
+        rider = self._riders.get(bucket, self._acc_like(grad)[:0])
+        with self._tally.clock("exchange"):
+            exchanged = self._method.exchange(local, rider, k, state, self.comm)
+        self._tally.moved[bucket] = local, exchanged
+
+    def finish(self, waited_since: float | None = None) -> StepStats:
+        """End the step: apply it on all ranks, or on none. Every bucket must have been fed."""
+        if self._whole_step:
+            self._move_whole()
+        elif self.phase == "dense":
+            totals = [exchanged.result.values for _, exchanged in self._tally.moved.values()]
+            self.comm.alarm = not all(kernels.all_finite(total) for total in totals)
+        self._tally.note_thresholds()
+        skipped = self.comm.alarm
+        with self._tally.clock("scatter"):
+            if skipped:
+                self._skip()
+            else:
+                for bucket, (local, exchanged) in self._tally.moved.items():
+                    self._settle(bucket, local, exchanged)
+        num_riding = 0 if self.phase == "dense" else self.num_dense
+        stats = self._tally.stats(
+            step=self.step,
+            phase=self.phase,
+            numel=self.numel,
+            k=self.k + num_riding,
+            riding=num_riding,
+            skipped=skipped,
+            waited_since=waited_since,
+            size=self.comm.size,
+            itemsize=max((grad.dtype.itemsize for grad in self._grads.values()), default=4),
+        )
+        self.step += 1
+        if skipped and self.settings.on_nonfinite == "raise":
+            where = f"rank {self.comm.rank}, step {stats.step}"
+            raise NonfiniteError(f"{where}: a gradient had a NaN or Inf on some rank")
+        return stats
+
+    def residual_of(self, bucket: int) -> Tensor | None:
+        """A bucket's part of the residual; None before the first sparse step."""
+        if self.residual is None:
+            return None
+        return self.residual[self.starts[bucket] : self.starts[bucket + 1]]
+
+    def rescale(self, factor: float) -> None:
+        """All gradients from now on are `factor` times as large: so is what is owed."""
+        if self.residual is not None:
+            self.residual.mul_(factor)
+        for state in (*self.states, self.whole):
+            state.local = state.local and state.local.scaled(factor)
+            state.result = state.result and state.result.scaled(factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, thresholds, bounds and quotas; the residual is the caller's to name."""
+        return {
+            "step": self.step,
+            "skipped": self.skipped,
+            "numels": [bucket.numel for bucket in self.buckets],
+            "quotas": list(self.quotas),
+            "states": [state.state_dict() for state in self.states],
+            "whole": self.whole.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Bit-exact for the same buckets; for others only the counters are taken over."""
+        self.step, self.skipped = state["step"], state["skipped"]
+        if state["numels"] != [bucket.numel for bucket in self.buckets]:
+            return
+        self.quotas = list(state["quotas"])
+        self.whole.load_state_dict(state["whole"])
+        for mine, saved in zip(self.states, state["states"], strict=True):
+            mine.load_state_dict(saved)
+
+    def shared(self) -> str:
+        """What must be the same on every rank before a step, in short."""
+        text = repr((self.step, self.quotas, [s.shared() for s in [*self.states, self.whole]]))
+        return sha256(text.encode()).hexdigest()[:12]
+
+    def _acc_like(self, grad: Tensor) -> Tensor:
+        return grad.new_empty(0, dtype=acc_dtype(grad))
+
+    def _k_of(self, bucket: int) -> int:
+        if self.phase == "dense" or not self.quotas:
+            numel = self.buckets[bucket].numel - self.buckets[bucket].num_dense
+            return num_kept(numel, self.settings.density_at(self.step))
+        return self.quotas[bucket]
+
+    def _inspect(self, bucket: int, grad: Tensor) -> bool:
+        """Raise the alarm at a NaN; else take the riders off and, on whole steps, accumulate."""
+        if self.residual is None:
+            self.residual = torch.zeros(self.numel, dtype=acc_dtype(grad), device=grad.device)
+        finite = kernels.all_finite(grad)
+        self.comm.alarm = self.comm.alarm or not finite
+        ranges = self.buckets[bucket].dense
+        parts = [grad[start:end].to(self.residual.dtype, copy=True) for start, end in ranges]
+        self._riders[bucket] = torch.cat(parts) if parts else self.residual[:0]
+        for start, end in ranges:  # so they are never selected, and owe nothing
+            grad[start:end] = 0
+        if finite:
+            self._added.add(bucket)
+            if self._whole_step:
+                self.residual[self.starts[bucket] : self.starts[bucket + 1]].add_(grad)
+        return finite
+
+    def _move_whole(self) -> None:
+        """Select and exchange the whole model, then hand every bucket its part."""
+        k, state, order = self.k, self.whole, range(len(self.buckets))
+        with self._tally.clock("select"):
+            local = self._method.select(self.residual, None, k, state)
+            rider = torch.cat([self._riders[bucket] for bucket in order])
+        with self._tally.clock("exchange"):
+            exchanged = self._method.exchange(local, rider, k, state, self.comm)
+            sums = exchanged.rider.split([bucket.num_dense for bucket in self.buckets])
+            for bucket, (lo, hi) in enumerate(pairwise(self.starts)):
+                part = Exchanged(
+                    narrow(exchanged.result, lo, hi),
+                    sums[bucket],
+                    tuple(narrow(cut, lo, hi) for cut in exchanged.returned),
+                    exchanged.imbalance,
+                )
+                self._tally.moved[bucket] = narrow(local, lo, hi), part
+        if self._sets_quotas:
+            self._set_quotas(k)
+
+    def _set_quotas(self, k: int) -> None:
+        """Share k as the result was shared; every bucket starts at the model's thresholds."""
+        counts = [exchanged.result.num for _, exchanged in self._tally.moved.values()]
+        most = [bucket.numel - bucket.num_dense for bucket in self.buckets]
+        self.quotas = share_out(k, counts, most)
+        for state in self.states:
+            state.local, state.result = self.whole.local, self.whole.result
+
+    def _settle(self, bucket: int, local: Sparse, exchanged: Exchanged) -> None:
+        grad = self._grads[bucket]
+        settle_(grad, self.residual_of(bucket), local, exchanged, self.comm.size)
+        ranges = self.buckets[bucket].dense if self.phase == "sparse" else ()
+        sums = exchanged.rider.split([end - start for start, end in ranges]) if ranges else ()
+        for (start, end), total in zip(ranges, sums, strict=True):
+            grad[start:end] = total / self.comm.size
+
+    def _skip(self) -> None:
+        """Leave everything as it was before the step (residuals to one rounding)."""
+        self.skipped += 1
+        for bucket in self._added:
+            residual = self.residual_of(bucket)
+            assert residual is not None
+            residual.sub_(self._grads[bucket])
+        self.states, self.whole, self.quotas = self._undo
+        for grad in self._grads.values():
+            grad.fill_(float("nan") if self.settings.on_nonfinite == "deliver" else 0.0)
+
+
+def acc_dtype(grad: Tensor) -> torch.dtype:
+    """Residuals and sums are fp32; float64 for float64 gradients."""
+    return torch.promote_types(grad.dtype, torch.float32)

@@ -1,0 +1,107 @@
+"""The thread behind `attach`: takes buckets in order, answers when the step is done."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Arrived:
+    """A bucket DDP has filled."""
+
+    index: int
+    buffer: Tensor
+    parameters: Sequence[Tensor]
+    is_last: bool
+    ready: torch.cuda.Event | None = None
+    """On CUDA: when the gradients are written."""
+
+    at: float = field(default_factory=perf_counter)
+
+    def signature(self) -> tuple[int, ...]:
+        """The same for the same parameters in the same order."""
+        return tuple(id(parameter) for parameter in self.parameters)
+
+
+class Exchanger:
+    """One daemon thread per model. `take` is called with every bucket, in order, while it lives.
+
+    All futures of a step are completed together, after its last bucket: DDP waits for all of them
+    anyway, and until then a step can still be undone. When `take` raises, the futures carry the
+    error, so backward raises it; every later step fails at once with the same error.
+    """
+
+    def __init__(self, take: weakref.WeakMethod[Callable[[Arrived], None]]) -> None:
+        self._take = take
+        self._queue: queue.SimpleQueue[tuple[Arrived, Any] | None] = queue.SimpleQueue()
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="oktopk-exchange", daemon=True)
+        self._thread.start()
+
+    def submit(self, arrived: Arrived) -> torch.futures.Future[Tensor]:
+        """Queue a bucket; the future has its averaged gradient. Returns at once."""
+        device = arrived.buffer.device
+        done: torch.futures.Future[Any] = torch.futures.Future(
+            devices=[device] if device.type == "cuda" else None
+        )
+        self._queue.put((arrived, done))
+        # an error must be raised inside `then`: DDP waits in C++, where set_exception is not seen
+        return done.then(_value_or_raise)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Let the thread end; a thread stuck in a dead collective is left to the daemon rule."""
+        self._queue.put(None)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        pending: list[tuple[Arrived, Any]] = []
+        while (item := self._queue.get()) is not None:
+            arrived, _ = item
+            pending.append(item)
+            with self._stream(arrived):
+                self._attempt(arrived)
+                if arrived.is_last or self._failure:
+                    for bucket, done in pending:
+                        done.set_result(self._failure or bucket.buffer)
+                    pending = []
+
+    def _attempt(self, arrived: Arrived) -> None:
+        take = self._take()
+        if self._failure is None and take is not None:
+            try:
+                take(arrived)
+            except Exception as error:  # noqa: BLE001 - raised in backward, on the user's thread
+                self._failure = error
+
+    def _stream(self, arrived: Arrived) -> Any:
+        if arrived.ready is None:
+            return nullcontext()
+        stream = _side_stream(arrived.buffer.device)
+        stream.wait_event(arrived.ready)
+        return torch.cuda.stream(stream)
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
+
+
+def _value_or_raise(done: torch.futures.Future[Any]) -> Tensor:
+    value = done.value()
+    if isinstance(value, Exception):
+        raise value
+    return value

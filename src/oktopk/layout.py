@@ -1,0 +1,47 @@
+"""How a model's gradient is cut into buckets, and what belongs to which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from oktopk.sparse import Sparse
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A part of the gradient: its size, and the ranges in it that travel dense."""
+
+    numel: int
+    dense: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_dense(self) -> int:
+        return sum(end - start for start, end in self.dense)
+
+
+def narrow(sparse: Sparse, lo: int, hi: int) -> Sparse:
+    """The entries with lo <= index < hi, as a selection of that range. Views, but the indices."""
+    assert sparse.indices is not None
+    edges = torch.tensor([lo, hi - 1], dtype=torch.int32, device=sparse.indices.device)
+    start = int(torch.searchsorted(sparse.indices, edges[0]))
+    end = int(torch.searchsorted(sparse.indices, edges[1], right=True))
+    return Sparse(sparse.indices[start:end] - lo, sparse.values[start:end], hi - lo)
+
+
+def share_out(total: int, weights: list[int], most: list[int]) -> list[int]:
+    """Share `total` by weight in whole numbers, none over its `most`.
+
+    Integers only: every rank gets the same shares from the same weights.
+    """
+    weight = sum(weights) or 1
+    shares = [min(total * w // weight, m) for w, m in zip(weights, most, strict=True)]
+    left = min(total, sum(most)) - sum(shares)
+    # rounding leaves less than one each; more is left only where a bucket is full
+    for amount in (1, left):
+        for i in sorted(range(len(shares)), key=lambda i: -weights[i]):
+            take = min(amount, most[i] - shares[i], left)
+            shares[i] += take
+            left -= take
+    return shares

@@ -1,0 +1,82 @@
+"""`Settings`: how a gradient is to be exchanged. Typed, frozen, checked where it is made."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, get_args
+
+from oktopk.methods import METHODS
+
+Scope = Literal["model", "bucket"]
+OnNonfinite = Literal["skip", "raise", "deliver"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What every rank must have alike; the first step checks that they do."""
+
+    method: str = "oktopk"
+    """A name of `oktopk.METHODS`."""
+
+    density: float = 0.02
+    """Fraction of the entries that is kept, in (0, 1]."""
+
+    warmup_steps: int = 0
+    """Dense steps before the sparse phase."""
+
+    schedule: tuple[tuple[int, float], ...] = ()
+    """(steps, density) pairs that follow the warm-up, before `density` holds for good."""
+
+    exact_every: int = 32
+    """Steps between exact thresholds over the whole model (`oktopk`; tau' of the paper)."""
+
+    bounds_every: int = 64
+    """Steps between agreements on the region bounds (`oktopk`; tau of the paper)."""
+
+    scope: Scope = "model"
+    """Choose the k largest of the whole model, or of every bucket by itself."""
+
+    on_nonfinite: OnNonfinite = "skip"
+    """When a rank has a NaN or Inf, all ranks skip the step (zeros), raise, or deliver NaN."""
+
+    def __post_init__(self) -> None:
+        for name in ("warmup_steps", "exact_every", "bounds_every"):
+            object.__setattr__(self, name, operator.index(getattr(self, name)))
+        object.__setattr__(self, "density", float(self.density))
+        if self.method not in METHODS:
+            raise ValueError(f"unknown method {self.method!r}; known methods: {', '.join(METHODS)}")
+        for density in (self.density, *(density for _, density in self.schedule)):
+            if not 0 < density <= 1:  # a NaN fails too
+                raise ValueError(f"density must be in (0, 1], got {density}")
+        self._check_numbers()
+        for name, allowed in {"scope": Scope, "on_nonfinite": OnNonfinite}.items():
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(
+                    f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}"
+                )
+
+    def _check_numbers(self) -> None:
+        for steps, _ in self.schedule:
+            if steps < 1:
+                raise ValueError(f"a part of the schedule must last 1 step or more, got {steps}")
+        for name, least in {"warmup_steps": 0, "exact_every": 1, "bounds_every": 1}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be {least} or more, got {getattr(self, name)}")
+
+    def is_dense(self, step: int) -> bool:
+        return step < self.warmup_steps or self.method == "dense"
+
+    def density_at(self, step: int) -> float:
+        """The density of a sparse step."""
+        ends = accumulate(steps for steps, _ in self.schedule)
+        for end, (_, density) in zip(ends, self.schedule, strict=True):
+            if step - self.warmup_steps < end:
+                return density
+        return self.density
+
+
+def num_kept(numel: int, density: float) -> int:
+    """k: the density's share of n, at least one entry of a gradient that has any."""
+    return min(numel, max(1, round(density * numel)))

@@ -1,0 +1,73 @@
+"""`Tally`: what a step has done so far, and its statistics in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+from oktopk.ledger import Ledger, Traffic, dense_allreduce
+from oktopk.methods import Exchanged
+from oktopk.sparse import Sparse
+from oktopk.stats import StepStats
+
+
+class Tally:
+    """The locals and results of the buckets, the seconds, and the ledger since the step began."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.moved: dict[int, tuple[Sparse, Exchanged]] = {}
+        self._ledger = ledger
+        self._before = ledger.snapshot()
+        self._start = perf_counter()
+        self._seconds: dict[str, Any] = {"select": 0.0, "exchange": 0.0, "scatter": 0.0}
+        self._thresholds = (0.0, 0.0)
+
+    @contextmanager
+    def clock(self, what: str) -> Iterator[None]:
+        """Add the seconds of a block to `select`, `exchange` or `scatter`."""
+        start = perf_counter()
+        yield
+        self._seconds[what] += perf_counter() - start
+
+    def note_thresholds(self) -> None:
+        """To be called before results are settled: a dense one is the gradient's own memory."""
+        pairs = self.moved.values()
+        self._thresholds = (
+            smallest_magnitude([local for local, _ in pairs]),
+            smallest_magnitude([exchanged.result for _, exchanged in pairs]),
+        )
+
+    def stats(
+        self, *, size: int, itemsize: int, riding: int, waited_since: float | None, **facts: Any
+    ) -> StepStats:
+        """The statistics; `riding` entries travelled dense, beside the selected ones."""
+        traffic = self._ledger.since(self._before)
+        total = sum(traffic.values(), Traffic())
+        pairs = self.moved.values()
+        applied = not facts["skipped"]
+        return StepStats(
+            **facts,
+            local=sum(local.num for local, _ in pairs) + riding,
+            result=(sum(e.result.num for _, e in pairs) + riding) * applied,
+            local_threshold=self._thresholds[0],
+            global_threshold=self._thresholds[1],
+            imbalance=max((e.imbalance for _, e in pairs), default=1.0),
+            bytes_sent=total.sent,
+            bytes_header=total.header_sent,
+            bytes_received=total.received,
+            bytes_dense=dense_allreduce(facts["numel"] * itemsize, size).sent,
+            messages=total.messages_sent,
+            stages={stage: part for stage, part in traffic.items() if part != Traffic()},
+            **self._seconds,
+            exposed=perf_counter() - (self._start if waited_since is None else waited_since),
+        )
+
+
+def smallest_magnitude(parts: list[Sparse]) -> float:
+    """The threshold in effect; 0 when everything or nothing is kept. O(num)."""
+    kept = [
+        part.values.abs().min().item() for part in parts if part.indices is not None and part.num
+    ]
+    return min(kept, default=0.0)

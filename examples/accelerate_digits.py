@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import oktopk
 
-EPOCHS, WARMUP_STEPS, NUM_TEST = 6, 25, 360
+EPOCHS, WARMUP_STEPS, NUM_TEST = 10, 25, 360
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import oktopk
 
-EPOCHS, WARMUP_STEPS, NUM_TEST = 6, 25, 360
+EPOCHS, WARMUP_STEPS, NUM_TEST = 10, 25, 360
 ON_CPU = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import oktopk
 
-EPOCHS, WARMUP_STEPS, NUM_TEST = 6, 25, 360
+EPOCHS, WARMUP_STEPS, NUM_TEST = 10, 25, 360
 
 
 def main() -> None:

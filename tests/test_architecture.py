@@ -34,11 +34,18 @@ ORDER = [
     "exchanger",
     "followed",
     "weights",
+    "handle",
     "ddp",
+    "launch",
+    "check",
+    "cli",
+    "__main__",
 ]
 
 # Not collectives: asking who and where one is.
 HARMLESS = {
+    "destroy_process_group",
+    "init_process_group",
     "ProcessGroup",
     "get_backend",
     "get_process_group_ranks",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -154,6 +156,35 @@ def resumed_at(group, stop: int, steps: int) -> tuple:
     return straight, weights_of(model)
 
 
+def checkpointed(group, folder: str) -> tuple:
+    """As resumed_at, through torch.distributed.checkpoint into a fresh handle's state."""
+    rank = torch.distributed.get_rank(group)
+    straight = train(group, "plain", 12, SPARSE)[0]
+    model, called, optimizer, handle = build(group, IDIOMS["plain"], 0, SPARSE)
+    for step in range(7):
+        one_step(model, called, optimizer, IDIOMS["plain"], rank, step)
+    momentum = optimizer.state_dict()
+    saved = {"model": model.state_dict(), f"oktopk.{rank}": handle.state_dict()}
+    dcp.save(saved, checkpoint_id=folder, process_group=group)
+    handle.close()
+    model, called, optimizer, handle = build(group, IDIOMS["plain"], 1, SPARSE)
+    template = {"model": model.state_dict(), f"oktopk.{rank}": handle.state_dict()}
+    dcp.load(template, checkpoint_id=folder, process_group=group)
+    model.load_state_dict(template["model"])
+    handle.load_state_dict(template[f"oktopk.{rank}"])
+    optimizer.load_state_dict(momentum)
+    for step in range(7, 12):
+        one_step(model, called, optimizer, IDIOMS["plain"], rank, step)
+    handle.close()
+    return straight, weights_of(model)
+
+
+def test_distributed_checkpoint_resumes_with_the_same_bits(worlds, tmp_path):
+    for straight, resumed in worlds.run(2, checkpointed, str(tmp_path)):
+        for name, value in straight.items():
+            assert torch.equal(value, resumed[name]), name
+
+
 @pytest.mark.parametrize("stop", [2, 3, 11])
 def test_a_resumed_run_has_the_same_bits(worlds, stop):
     for straight, resumed in worlds.run(2, resumed_at, stop, 20):
@@ -199,7 +230,8 @@ def attach_badly(group, what: str) -> str:
             oktopk.attach(model, density=2.0)
         else:
             handle = oktopk.attach(model)
-            handle.load_state_dict({**handle.state_dict(), "world_size": 9})
+            facts = json.loads(handle.state_dict()["facts"]) | {"world_size": 9}
+            handle.load_state_dict({**handle.state_dict(), "facts": json.dumps(facts)})
     except (TypeError, ValueError) as error:
         return str(error)
     return "no error"

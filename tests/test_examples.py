@@ -15,7 +15,8 @@ import pytest
 pytest.importorskip("sklearn", reason="the examples read scikit-learn's digits")
 
 ROOT = Path(__file__).parent.parent
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+# standalone: any free port, so that two runs of the tests do not meet on torchrun's usual one
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 # example -> (the package it needs, what starts it)
 EXAMPLES = {
     "torchrun_digits.py": ("torch", TORCHRUN),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import cache
 
 import pytest
@@ -31,7 +30,7 @@ def long_run(world):
     """Many steps of whole numbers, threshold steps included; kept for the laws that look at it."""
 
     def run(P, method):
-        steps = STEPS if method == "oktopk" or P == 3 else 34
+        steps = STEPS if method == "oktopk" or P == 3 else 12
         return world.run(P, trajectory, method, N, DENSITY, "whole", steps)
 
     return cache(run)
@@ -51,36 +50,36 @@ class TestInRealProcesses:
             assert_k_means_k(long_run(P, method), method)
 
     def test_fp32_loses_nothing_but_rounding(self, world, P, method):
-        steps = STEPS if (method, P) == ("oktopk", 3) else 12
+        steps = STEPS if (method, P) == ("oktopk", 3) else 6
         ranks = world.run(P, trajectory, method, N, DENSITY, "heavy", steps, torch.float32)
         assert_nothing_is_lost(ranks, tolerance=1e-6)
         assert_all_agree(ranks)
 
     def test_tiny_gradients(self, world, P, method):
-        for n, density in itertools.product([0, 1, 3, 7], [0.01, 1.0]):
+        for n, density in [(0, 0.5), (1, 0.01), (3, 0.4), (7, 1.0)]:
             ranks = world.run(P, trajectory, method, n, density, "gaussian", 3)
             assert_nothing_is_lost(ranks, tolerance=1e-12)
             assert_all_agree(ranks)
 
     def test_odd_gradients(self, world, P, method):
         for stream in ("zeros", "ties", "some_ranks_empty", "skewed", "cancelling"):
-            ranks = world.run(P, trajectory, method, 400, 0.05, stream, 5)
+            ranks = world.run(P, trajectory, method, 400, 0.05, stream, 4)
             assert_nothing_is_lost(ranks, tolerance=1e-12)
             assert_all_agree(ranks)
 
-    @pytest.mark.parametrize("stream", ["gaussian", "cancelling", "ties"])
-    def test_density_one_is_the_mean(self, world, P, method, stream):
-        ranks = world.run(P, trajectory, method, 500, 1.0, stream, 3)
-        for step in range(3):
-            mean = sum(STREAMS[stream](500, rank, step) for rank in range(P)) / P
-            torch.testing.assert_close(ranks[0][step].total / P, mean)
-            assert not ranks[0][step].residual.any()
+    def test_density_one_is_the_mean(self, world, P, method):
+        for stream, steps in (("gaussian", 2), ("cancelling", 3), ("ties", 2)):
+            ranks = world.run(P, trajectory, method, 200, 1.0, stream, steps)
+            for step in range(steps):
+                mean = sum(STREAMS[stream](200, rank, step) for rank in range(P)) / P
+                torch.testing.assert_close(ranks[0][step].total / P, mean)
+                assert not ranks[0][step].residual.any()
 
 
 @over_methods
-@pytest.mark.parametrize(("P", "steps"), [(16, 40), (64, 10), (256, 4)])
+@pytest.mark.parametrize(("P", "steps"), [(16, 34), (64, 6), (256, 2)])
 def test_laws_hold_for_many_simulated_ranks(P, steps, method):
-    ranks = simulated(P, method, 2000, 0.05, "whole", steps)
+    ranks = simulated(P, method, 1000, 0.05, "whole", steps)
     assert_nothing_is_lost(ranks, tolerance=0)
     assert_all_agree(ranks)
     if method != "dense":
@@ -97,7 +96,7 @@ def test_laws_hold_for_two_million_elements(world, method):
 
 
 @over_methods
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     P=st.integers(1, 6),
     n=st.integers(0, 80),

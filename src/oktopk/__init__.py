@@ -4,7 +4,8 @@ reducer = oktopk.Reducer(numel, method="oktopk", density=0.02)
 stats = reducer.reduce_(flat_gradient)   # in place: the average; the same bits on all ranks
 """
 
-from oktopk.ddp import Handle, attach
+from oktopk.ddp import attach
+from oktopk.handle import Handle
 from oktopk.methods import METHODS
 from oktopk.policy import Policy
 from oktopk.reducer import Reducer

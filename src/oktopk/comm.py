@@ -44,6 +44,10 @@ class Transport(Protocol):
         ...
 
 
+class ExchangeError(RuntimeError):
+    """A message could not be sent or did not come: a rank died, stopped or went another way."""
+
+
 class TorchTransport:
     """A torch process group; `None` is the default group."""
 
@@ -60,16 +64,29 @@ class TorchTransport:
         ]
 
     def exchange(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
-        ops = []
+        ops, peers = [], []
         for distance in range(1, self.size):  # rotated: no two ranks aim at the same peer at once
             source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
             if source in incoming:
                 ops.append(self._op(dist.irecv, incoming[source], source))
+                peers.append(source)
             if target in outgoing:
                 ops.append(self._op(dist.isend, outgoing[target], target))
+                peers.append(target)
         if ops:
-            for work in dist.batch_isend_irecv(ops):
+            self._wait(ops, peers)
+
+    def _wait(self, ops: list[dist.P2POp], peers: list[int]) -> None:
+        try:
+            works = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            raise ExchangeError(f"the connection to a rank of {peers} is gone: {error}") from error
+        # NCCL returns one work for all of them
+        for work, peer in zip(works, peers if len(works) == len(ops) else [peers], strict=True):
+            try:
                 work.wait()
+            except RuntimeError as error:
+                raise ExchangeError(f"no exchange with rank {peer}: {error}") from error
 
     def swap(self, x: Tensor, out: Tensor) -> None:
         out[self.rank].copy_(x[self.rank])
@@ -80,7 +97,10 @@ class TorchTransport:
         return dist.P2POp(op, tensor, self._peers[peer], self.group)
 
     def all_reduce_(self, x: Tensor) -> None:
-        dist.all_reduce(x, group=self.group)
+        try:
+            dist.all_reduce(x, group=self.group)
+        except RuntimeError as error:
+            raise ExchangeError(f"the dense allreduce failed: {error}") from error
 
     def close(self) -> None:
         if self._owned:

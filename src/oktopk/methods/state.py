@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 FLATTEST, STEEPEST = 0.5, 64.0
@@ -77,12 +78,12 @@ class State:
         return repr((self.step, self.result, bounds, self.uneven, self.one_owner))
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain numbers only, so that safe loading takes it."""
+        """Plain numbers and lists only, so that safe loading and JSON take it."""
         return {
             "step": self.step,
             "local": _pair(self.local),
             "result": _pair(self.result),
-            "bounds": None if self.bounds is None else self.bounds.clone(),
+            "bounds": None if self.bounds is None else self.bounds.tolist(),
             "uneven": self.uneven,
             "one_owner": self.one_owner,
         }
@@ -91,7 +92,8 @@ class State:
         self.step = state["step"]
         self.local = None if state["local"] is None else Level(*state["local"])
         self.result = None if state["result"] is None else Level(*state["result"])
-        self.bounds = None if state["bounds"] is None else state["bounds"].clone()
+        bounds = state["bounds"]
+        self.bounds = None if bounds is None else torch.tensor(bounds, dtype=torch.int64)
         self.uneven, self.one_owner = state["uneven"], state["one_owner"]
 
 

@@ -90,11 +90,11 @@ def test_dense_parameters_ride_along(worlds):
     assert with_them[-1].messages == without[-1].messages
 
 
-def owed_and_applied(group, steps: int) -> list:
+def owed_and_applied(group, idiom: str, steps: int) -> list:
     """Per step: the gradient this rank computed, the average it got, and what it owes after."""
     rank = torch.distributed.get_rank(group)
     attached = {"density": 0.05, "warmup_steps": 0}
-    model, called, _, handle = build(group, IDIOMS["plain"], 0, attached)
+    model, called, _, handle = build(group, IDIOMS[idiom], 0, attached)
     twin = Net()
     twin.load_state_dict(model.module.state_dict())
     done = []
@@ -102,11 +102,12 @@ def owed_and_applied(group, steps: int) -> list:
         x, y = batch(rank, step)
         for net in (model, twin):
             net.zero_grad()
-        cross_entropy(called(x), y).backward()
-        cross_entropy(twin(x), y).backward()
+        use_branch = not (IDIOMS[idiom].skips_branch and step % 3)
+        cross_entropy(called(x, use_branch), y).backward()
+        cross_entropy(twin(x, use_branch), y).backward()
         done.append(
             {
-                name: (g.grad, p.grad.clone(), handle.residuals[name].clone())
+                name: (grad_of(g), grad_of(p), handle.residuals[name].clone())
                 for (name, p), g in zip(
                     model.module.named_parameters(), twin.parameters(), strict=True
                 )
@@ -115,15 +116,23 @@ def owed_and_applied(group, steps: int) -> list:
         for p, g in zip(model.parameters(), twin.parameters(), strict=True):
             g.grad = None
             with torch.no_grad():
-                p.sub_(0.01 * p.grad)
+                p.sub_(0.01 * grad_of(p))
                 g.copy_(p)
     handle.close()
     return done
 
 
-def test_nothing_is_lost_from_step_zero_through_the_rebuild(worlds):
-    """DDP rebuilds its buckets after the first step; what is owed follows the parameters."""
-    ranks = worlds.run(3, owed_and_applied, 12)
+def grad_of(parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+
+
+@pytest.mark.parametrize("idiom", ["plain", "find_unused_parameters"])
+def test_nothing_is_lost_from_step_zero_through_the_rebuild(worlds, idiom):
+    """DDP rebuilds its buckets after the first step; what is owed follows the parameters.
+
+    It delivers nothing to a parameter no rank used: what is owed there must stay owed.
+    """
+    ranks = worlds.run(3, owed_and_applied, idiom, 12)
     owed = dict.fromkeys(ranks[0][0], 0.0)
     for done in zip(*ranks, strict=True):
         for name in owed:
@@ -134,24 +143,24 @@ def test_nothing_is_lost_from_step_zero_through_the_rebuild(worlds):
             owed[name] = left
 
 
-def resumed_at(group, stop: int, steps: int) -> tuple:
+def resumed_at(group, name: str, stop: int, steps: int) -> tuple:
     """Weights of a run without and of one with a stop, saved and loaded safely."""
-    rank = torch.distributed.get_rank(group)
-    straight = train(group, "plain", steps, SPARSE)[0]
-    parts = build(group, IDIOMS["plain"], 0, SPARSE)
+    rank, idiom = torch.distributed.get_rank(group), IDIOMS[name]
+    straight = train(group, name, steps, SPARSE)[0]
+    parts = build(group, idiom, 0, SPARSE)
     for step in range(stop):
-        one_step(*parts[:3], IDIOMS["plain"], rank, step)
+        one_step(*parts[:3], idiom, rank, step)
     buffer = io.BytesIO()
     model, _, optimizer, handle = parts
     torch.save([model.state_dict(), optimizer.state_dict(), handle.state_dict()], buffer)
     handle.close()
     buffer.seek(0)
     saved = torch.load(buffer, weights_only=True)
-    model, called, optimizer, handle = build(group, IDIOMS["plain"], 1, SPARSE)
+    model, called, optimizer, handle = build(group, idiom, 1, SPARSE)
     for what, state in zip((model, optimizer, handle), saved, strict=True):
         what.load_state_dict(state)
     for step in range(stop, steps):
-        one_step(model, called, optimizer, IDIOMS["plain"], rank, step)
+        one_step(model, called, optimizer, idiom, rank, step)
     handle.close()
     return straight, weights_of(model)
 
@@ -185,9 +194,11 @@ def test_distributed_checkpoint_resumes_with_the_same_bits(worlds, tmp_path):
             assert torch.equal(value, resumed[name]), name
 
 
-@pytest.mark.parametrize("stop", [2, 3, 11])
-def test_a_resumed_run_has_the_same_bits(worlds, stop):
-    for straight, resumed in worlds.run(2, resumed_at, stop, 20):
+@pytest.mark.parametrize(
+    ("name", "stop"), [("plain", 2), ("plain", 3), ("plain", 11), ("static_graph", 11)]
+)
+def test_a_resumed_run_has_the_same_bits(worlds, name, stop):
+    for straight, resumed in worlds.run(2, resumed_at, name, stop, 20):
         for name, value in straight.items():
             assert torch.equal(value, resumed[name]), name
 
@@ -393,3 +404,63 @@ def drifted(group) -> str:
 def test_weights_that_drift_apart_are_found(worlds):
     for said in worlds.run(2, drifted):
         assert "step 5: the weights of 'middle.weight' differ between rank 0 and ranks [1]" in said
+
+
+def after_close(group) -> str:
+    parts = build(group, IDIOMS["plain"], 0, {"warmup_steps": 0})
+    one_step(*parts[:3], IDIOMS["plain"], 0, 0)
+    parts[3].close()
+    try:
+        one_step(*parts[:3], IDIOMS["plain"], 0, 1)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_training_after_close_is_an_error_not_a_hang(worlds):
+    for said in worlds.run(2, after_close):
+        assert "the handle of this model was closed" in said
+
+
+def told_of_nans(group) -> tuple:
+    """A NaN on rank 1 in step 4, under the policy that raises; training goes on."""
+    rank, seen, raised = torch.distributed.get_rank(group), [], []
+
+    def keep_and_fail(stats) -> None:
+        seen.append(stats)
+        raise ValueError("a mistake in the callback")
+
+    attached = {"warmup_steps": 2, "on_nonfinite": "raise", "on_step": keep_and_fail}
+    logging.getLogger("oktopk").disabled = True
+    _, called, optimizer, handle = build(group, IDIOMS["plain"], 0, attached)
+    for step in range(7):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        try:
+            loss = cross_entropy(called(x * float("nan") if (step, rank) == (4, 1) else x), y)
+            loss.backward()
+        except RuntimeError as error:
+            raised.append((step, str(error)))
+            break
+    handle.close()
+    logging.getLogger("oktopk").disabled = False
+    return [s.step for s in seen], [s.skipped for s in seen], raised
+
+
+def test_a_nan_can_be_raised_and_a_failing_callback_stops_nobody(worlds):
+    for steps, skipped, raised in worlds.run(2, told_of_nans):
+        assert steps == [0, 1, 2, 3, 4] and skipped == [False] * 4 + [True]
+        assert len(raised) == 1 and "step 4: a gradient had a NaN or Inf" in raised[0][1]
+
+
+def overflowing(group) -> tuple:
+    """Finite gradients whose sum is not."""
+    model = DistributedDataParallel(torch.nn.Linear(64, 64, bias=False), process_group=group)
+    handle = oktopk.attach(model, density=0.1, warmup_steps=0)
+    (model(torch.full((1, 64), 3e38)).sum()).backward()
+    handle.close()
+    return handle.skipped_steps, bool(model.module.weight.grad.any())
+
+
+def test_a_sum_that_overflows_is_skipped(worlds):
+    assert worlds.run(2, overflowing) == [(1, False)] * 2

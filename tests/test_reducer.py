@@ -250,9 +250,12 @@ def test_stats_are_ready_for_json():
 def test_public_names():
     assert set(oktopk.__all__) == {
         "METHODS",
+        "ExchangeError",
         "Handle",
+        "NonfiniteError",
         "Policy",
         "Reducer",
+        "ReplicaError",
         "StepStats",
         "__version__",
         "attach",

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from oktopk.comm import Comm, TorchTransport
 from oktopk.exchanger import Arrived
@@ -37,7 +38,7 @@ def attach(
     warmup_steps: int = 128,
     policy: Policy | None = None,
     on_step: Callable[[StepStats], None] | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | LRScheduler | None = None,
     scaler: torch.amp.GradScaler | None = None,
     clip_before: float | None = None,
     total_steps: int | None = None,
@@ -52,9 +53,10 @@ def attach(
         density: fraction of the entries that is kept, in (0, 1].
         warmup_steps: dense steps before the sparse phase.
         policy: which parameters travel dense; biases, norms and tiny ones by default.
-        on_step: called with the `StepStats` of every finished step, from the exchange thread.
-        optimizer: residuals follow its learning rate: what was saved up under a large rate is
-            applied as that rate would have. Off when None.
+        on_step: called with the `StepStats` of every finished step, on the exchange thread: no
+            collectives in it. An error in it is logged.
+        optimizer: or a scheduler of it; residuals follow its learning rate: what was saved up under
+            a large rate is applied as that rate would have. Off when None.
         scaler: residuals follow its loss scale, and a NaN is delivered for it to see.
         clip_before: clip this rank's gradient to this norm before the exchange. The norm needs the
             last bucket, so nothing overlaps with backward. To clip after the exchange, call
@@ -75,11 +77,15 @@ def attach(
             total_steps,
             warmup_steps,
         )
-    comm = _own_comm(model.process_group, timeout)
     followed = Followed(optimizer, scaler)
+    comm = _own_comm(model.process_group, timeout)
     handle = Handle(model, settings, comm, policy or Policy(), followed)
     handle.on_step, handle.clip_before, handle.check_every = on_step, clip_before, check_every
-    model.register_comm_hook(handle, _hook)
+    try:
+        model.register_comm_hook(handle, _hook)
+    except BaseException:
+        handle.close()
+        raise
     return handle
 
 

@@ -46,7 +46,13 @@ class Engine:
         self.comm = comm
         self.step = 0
         self.skipped = 0
+        self._open = False
         self.lay_out(buckets)
+
+    def abandon(self) -> None:
+        """Undo a step that was begun and not finished, as after an error in backward."""
+        if self._open:
+            self._put_back()
 
     def lay_out(self, buckets: list[Bucket]) -> None:
         """Take on other buckets. What is owed must be carried over by the caller."""
@@ -89,7 +95,8 @@ class Engine:
         return several and self.settings.scope == "model" and self.settings.method == "oktopk"
 
     def begin(self) -> None:
-        """Start a step."""
+        """Start a step. One that was begun and never finished is undone first."""
+        self.abandon()
         self.comm.alarm = False
         self._method: Method = METHODS["dense" if self.phase == "dense" else self.settings.method]
         self._whole_step = self.waits_for_all
@@ -97,7 +104,9 @@ class Engine:
         self._grads: dict[int, Tensor] = {}
         self._riders: dict[int, Tensor] = {}
         self._added: set[int] = set()
+        self._held: list[tuple[Tensor, Tensor]] = []
         self._tally = Tally(self.comm.ledger)
+        self._open = True
 
     def feed(self, bucket: int, grad: Tensor) -> None:
         """Take one bucket's gradient; exchange it now unless the step waits for all."""
@@ -121,9 +130,8 @@ class Engine:
         """End the step: apply it on all ranks, or on none. Every bucket must have been fed."""
         if self._whole_step:
             self._move_whole()
-        elif self.phase == "dense":
-            totals = [exchanged.result.values for _, exchanged in self._tally.moved.values()]
-            self.comm.alarm = not all(kernels.all_finite(total) for total in totals)
+        # sums may overflow though no gradient did; they are the same on all ranks, so all see it
+        self.comm.alarm = self.comm.alarm or not self._sums_are_finite()
         self._tally.note_thresholds()
         skipped = self.comm.alarm
         with self._tally.clock("scatter"):
@@ -132,6 +140,7 @@ class Engine:
             else:
                 for bucket, (local, exchanged) in self._tally.moved.items():
                     self._settle(bucket, local, exchanged)
+                self._release()
         num_riding = 0 if self.phase == "dense" else self.num_dense
         stats = self._tally.stats(
             step=self.step,
@@ -145,10 +154,13 @@ class Engine:
             itemsize=max((grad.dtype.itemsize for grad in self._grads.values()), default=4),
         )
         self.step += 1
-        if skipped and self.settings.on_nonfinite == "raise":
+        return stats
+
+    def raise_if_asked(self, stats: StepStats) -> None:
+        """Raise NonfiniteError after a skipped step, if the settings say so."""
+        if stats.skipped and self.settings.on_nonfinite == "raise":
             where = f"rank {self.comm.rank}, step {stats.step}"
             raise NonfiniteError(f"{where}: a gradient had a NaN or Inf on some rank")
-        return stats
 
     def residual_of(self, bucket: int) -> Tensor | None:
         """A bucket's part of the residual; None before the first sparse step."""
@@ -210,11 +222,24 @@ class Engine:
         self._riders[bucket] = torch.cat(parts) if parts else self.residual[:0]
         for start, end in ranges:  # so they are never selected, and owe nothing
             grad[start:end] = 0
+        self._hold_unused(bucket, grad)
         if finite:
             self._added.add(bucket)
             if self._whole_step:
                 self.residual[self.starts[bucket] : self.starts[bucket + 1]].add_(grad)
         return finite
+
+    def _hold_unused(self, bucket: int, grad: Tensor) -> None:
+        """Offer nothing of parameters this rank did not use in this step.
+
+        DDP delivers nothing to a parameter that no rank used, so what was owed to it would be lost.
+        """
+        residual = self.residual_of(bucket)
+        assert residual is not None
+        for start, end in self.buckets[bucket].may_be_unused:
+            if not grad[start:end].any():
+                self._held.append((residual[start:end], residual[start:end].clone()))
+                residual[start:end] = 0
 
     def _move_whole(self) -> None:
         """Select and exchange the whole model, then hand every bucket its part."""
@@ -255,13 +280,30 @@ class Engine:
     def _skip(self) -> None:
         """Leave everything as it was before the step (residuals to one rounding)."""
         self.skipped += 1
+        self._put_back()
+        for grad in self._grads.values():
+            grad.fill_(float("nan") if self.settings.on_nonfinite == "deliver" else 0.0)
+
+    def _put_back(self) -> None:
         for bucket in self._added:
             residual = self.residual_of(bucket)
             assert residual is not None
             residual.sub_(self._grads[bucket])
         self.states, self.whole, self.quotas = self._undo
-        for grad in self._grads.values():
-            grad.fill_(float("nan") if self.settings.on_nonfinite == "deliver" else 0.0)
+        self._release()
+
+    def _release(self) -> None:
+        for part, owed in self._held:
+            part.add_(owed)
+        self._open = False
+
+    def _sums_are_finite(self) -> bool:
+        for bucket, (_, exchanged) in self._tally.moved.items():
+            for sums in (exchanged.result.values, exchanged.rider):
+                delivered = (sums / self.comm.size).to(self._grads[bucket].dtype)
+                if not kernels.all_finite(delivered):
+                    return False
+        return True
 
 
 def acc_dtype(grad: Tensor) -> torch.dtype:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oktopk.engine import NonfiniteError
+
 
 @dataclass(slots=True)
 class Arrived:
@@ -44,7 +46,10 @@ class Exchanger:
     def __init__(self, take: weakref.WeakMethod[Callable[[Arrived], None]]) -> None:
         self._take = take
         self._queue: queue.SimpleQueue[tuple[Arrived, Any] | None] = queue.SimpleQueue()
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
+        """What ended the exchange for good; None while it is well."""
+
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="oktopk-exchange", daemon=True)
         self._thread.start()
 
@@ -54,14 +59,19 @@ class Exchanger:
         done: torch.futures.Future[Any] = torch.futures.Future(
             devices=[device] if device.type == "cuda" else None
         )
-        self._queue.put((arrived, done))
+        if self._closed:
+            done.set_result(RuntimeError("the handle of this model was closed: attach it again"))
+        else:
+            self._queue.put((arrived, done))
         # an error must be raised inside `then`: DDP waits in C++, where set_exception is not seen
         return done.then(_value_or_raise)
 
     def close(self, timeout: float = 5.0) -> None:
         """Let the thread end; a thread stuck in a dead collective is left to the daemon rule."""
+        self._closed = True
         self._queue.put(None)
-        self._thread.join(timeout)
+        if threading.current_thread() is not self._thread:  # a callback may close its own handle
+            self._thread.join(timeout)
 
     def _run(self) -> None:
         pending: list[tuple[Arrived, Any]] = []
@@ -69,19 +79,23 @@ class Exchanger:
             arrived, _ = item
             pending.append(item)
             with self._stream(arrived):
-                self._attempt(arrived)
-                if arrived.is_last or self._failure:
+                error = self._attempt(arrived)
+                if arrived.is_last or error:
                     for bucket, done in pending:
-                        done.set_result(self._failure or bucket.buffer)
+                        done.set_result(error or bucket.buffer)
                     pending = []
 
-    def _attempt(self, arrived: Arrived) -> None:
+    def _attempt(self, arrived: Arrived) -> Exception | None:
+        """Take a bucket; the error to raise in backward, on the user's thread."""
         take = self._take()
-        if self._failure is None and take is not None:
+        if self.failure is None and take is not None:
             try:
                 take(arrived)
-            except Exception as error:  # noqa: BLE001 - raised in backward, on the user's thread
-                self._failure = error
+            except NonfiniteError as error:  # the step was undone: the next may be well
+                return error
+            except Exception as error:  # noqa: BLE001
+                self.failure = error
+        return self.failure
 
     def _stream(self, arrived: Arrived) -> Any:
         if arrived.ready is None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from oktopk.engine import Engine
 
@@ -20,9 +21,13 @@ class Followed:
     """
 
     def __init__(
-        self, optimizer: Optimizer | None = None, scaler: torch.amp.GradScaler | None = None
+        self,
+        optimizer: Optimizer | LRScheduler | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer: Any = getattr(optimizer, "optimizer", optimizer)  # a scheduler has its own
+        if self._optimizer is not None and not hasattr(self._optimizer, "param_groups"):
+            raise TypeError(f"expected an optimizer or a scheduler, got {type(optimizer).__name__}")
         self._scaler = scaler
         self._rates: dict[str, float] = {}
         self._scale: float | None = None

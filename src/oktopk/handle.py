@@ -51,16 +51,19 @@ class Handle:
         self.stats: StepStats | None = None
         """Of the last finished step; None before the first. Never half-filled."""
 
+        managed = {id(parameter) for parameter in model._module_parameters}
         self._names: dict[Tensor, str] = {
             parameter: name
             for name, parameter in model.module.named_parameters()
-            if parameter.requires_grad
+            if id(parameter) in managed
         }
+        self._finds_unused = model.find_unused_parameters
         self._parameters = {name: parameter for parameter, name in self._names.items()}
         self._engine = Engine(settings, comm, [])
         self._followed = followed
         self._layout: list[list[str]] = []
         self._loaded = False  # the layout came from a state, not from DDP
+        self._agreed = False
         self._seen: list[tuple[int, ...]] = []  # signatures of the last step's buckets
         self._steady = 0  # steps for which they have been the same
         self._waiting: list[Arrived] = []
@@ -77,6 +80,11 @@ class Handle:
     def skipped_steps(self) -> int:
         """Steps that no rank applied because some rank had a NaN or Inf."""
         return self._engine.skipped
+
+    @property
+    def failure(self) -> Exception | None:
+        """The error that ended the exchange; DDP wraps it in a RuntimeError of its own."""
+        return self.exchanger.failure
 
     @property
     def residuals(self) -> dict[str, Tensor]:
@@ -97,6 +105,7 @@ class Handle:
         The keys are the same on every rank and at any time, so a fresh handle's state is a template
         for `torch.distributed.checkpoint`; the residuals are this rank's own.
         """
+        self._engine.abandon()
         facts = {
             "method": self.settings.method,
             "world_size": self.comm.size,
@@ -139,6 +148,7 @@ class Handle:
         self._engine.load_state_dict(facts["engine"])
         self._followed.load_state_dict(facts["followed"])
         self._loaded, self._steady, self._seen = bool(facts["layout"]), 0, []
+        self._agreed = False
 
     def close(self) -> None:
         """End the exchange thread and its process group. The model must not be trained any more."""
@@ -191,11 +201,12 @@ class Handle:
         layout = [[self._names[p] for p in arrived.parameters] for arrived in self._waiting]
         self._steady = self._steady + 1 if signatures == self._seen else 0
         self._seen = signatures
-        if layout != self._layout and not self._loaded:
+        # a loaded layout is kept until DDP comes to it, or has settled on another
+        if layout != self._layout and (not self._loaded or self._steady >= STEADY):
             self._lay_out(layout, self.residuals)
-        if self.step == 0 or self._loaded:
+        self._loaded = self._loaded and layout != self._layout
+        if not self._agreed:
             self._agree()
-        self._loaded = False
         staged = self._stage() if layout != self._layout else None
         grads = staged or [arrived.buffer for arrived in self._waiting]
         if self.clip_before is not None:
@@ -220,7 +231,15 @@ class Handle:
             )
         self.stats = stats
         if self.on_step is not None:
-            self.on_step(stats)
+            self._call_back(self.on_step, stats)
+        self._engine.raise_if_asked(stats)
+
+    def _call_back(self, on_step: Callable[[StepStats], None], stats: StepStats) -> None:
+        """The exchange is over and right: an error of the callback must not stop the others."""
+        try:
+            on_step(stats)
+        except Exception:
+            log.exception("rank %d, step %d: on_step failed", self.comm.rank, stats.step)
 
     def _lay_out(self, layout: list[list[str]], owed: dict[str, Tensor]) -> None:
         """Cut the engine's buckets as given and carry over what is owed."""
@@ -234,13 +253,13 @@ class Handle:
                     residual.copy_(owed[name])
 
     def _bucket(self, names: list[str]) -> Bucket:
-        start, dense = 0, []
+        start, dense, sparse = 0, [], []
         for name in names:
             parameter = self._parameters[name]
-            if self.policy.is_dense(name, parameter):
-                dense.append((start, start + parameter.numel()))
+            ranges = dense if self.policy.is_dense(name, parameter) else sparse
+            ranges.append((start, start + parameter.numel()))
             start += parameter.numel()
-        return Bucket(start, tuple(dense))
+        return Bucket(start, tuple(dense), tuple(sparse) if self._finds_unused else ())
 
     def _views(self) -> dict[str, Tensor]:
         """The gradient of every parameter in DDP's buckets of this step."""
@@ -275,6 +294,7 @@ class Handle:
             "gradient dtype": str(self._waiting[0].buffer.dtype),
         }
         agree(self.comm, self._waiting[0].buffer.device, facts)
+        self._agreed = True
 
 
 def clip_(grads: list[Tensor], most: float) -> None:
@@ -289,6 +309,8 @@ def clip_(grads: list[Tensor], most: float) -> None:
 
 def taken_over(states: list[dict[str, Any]], comm: Comm) -> dict[str, Any]:
     """The state of this rank out of those of another number of ranks."""
+    if len(states) == comm.size:
+        return next(s for s in states if json.loads(s["facts"])["rank"] == comm.rank)
     ordered = sorted(states, key=lambda state: json.loads(state["facts"])["rank"])
     facts = [json.loads(state["facts"]) for state in ordered]
     ranks = [its["rank"] for its in facts]

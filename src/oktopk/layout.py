@@ -15,6 +15,8 @@ class Bucket:
 
     numel: int
     dense: tuple[tuple[int, int], ...] = ()
+    may_be_unused: tuple[tuple[int, int], ...] = ()
+    """Ranges of parameters that may have no gradient in a step on any rank."""
 
     @property
     def num_dense(self) -> int:

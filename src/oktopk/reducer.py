@@ -98,7 +98,9 @@ class Reducer:
         self._check(grad)
         self._engine.begin()
         self._engine.feed(0, grad)
-        return self._engine.finish()
+        stats = self._engine.finish()
+        self._engine.raise_if_asked(stats)
+        return stats
 
     def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact resume needs, as tensors and plain numbers."""

@@ -1,0 +1,62 @@
+"""The laws over every method on simulated ranks: many of them, and every odd shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laws import (
+    assert_all_agree,
+    assert_bill_is_bounded,
+    assert_k_means_k,
+    assert_nothing_is_lost,
+    simulated,
+)
+from oktopk import METHODS
+from streams import STREAMS
+
+over_methods = pytest.mark.parametrize("method", METHODS)
+
+
+@over_methods
+@pytest.mark.parametrize(("P", "steps"), [(16, 34), (64, 6), (256, 2)])
+def test_laws_hold_for_many_simulated_ranks(P, steps, method):
+    ranks = simulated(P, method, 1000, 0.05, "whole", steps)
+    assert_nothing_is_lost(ranks, tolerance=0)
+    assert_all_agree(ranks)
+    if method != "dense":
+        assert_k_means_k(ranks, method)
+    if method == "oktopk":
+        assert_bill_is_bounded(ranks)
+
+
+@over_methods
+@settings(max_examples=25, deadline=None)
+@given(
+    P=st.integers(1, 6),
+    n=st.integers(0, 80),
+    density=st.floats(0.001, 1.0),
+    stream=st.sampled_from(sorted(STREAMS)),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+)
+def test_laws_hold_whatever_the_shape(method, P, n, density, stream, dtype):
+    ranks = simulated(P, method, n, density, stream, 5, dtype, exact_every=3, bounds_every=2)
+    assert_nothing_is_lost(ranks, tolerance=1e-12 if dtype == torch.float64 else 1e-5)
+    assert_all_agree(ranks)
+    for done in ranks:
+        for step in done:
+            assert step.stats.local <= step.stats.k
+    if method == "oktopk":
+        assert_bill_is_bounded(ranks, dtype.itemsize)
+
+
+@over_methods
+@pytest.mark.parametrize("P", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_gradients_keep_fp32_residuals(method, P, dtype):
+    ranks = simulated(P, method, 600, 0.1, "gaussian", 10, dtype)
+    assert_all_agree(ranks)
+    # the delivered average is rounded to 16 bits; what is owed is not
+    assert_nothing_is_lost(ranks, tolerance=torch.finfo(dtype).eps)

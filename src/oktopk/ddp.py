@@ -67,7 +67,10 @@ def attach(
         more: the other fields of `oktopk.settings.Settings`.
     """
     if not isinstance(model, DistributedDataParallel):
-        raise TypeError(f"attach needs a DistributedDataParallel model, got {type(model).__name__}")
+        raise TypeError(
+            f"attach needs a DistributedDataParallel model, got {type(model).__name__}; Accelerate "
+            "and Lightning wrap the model only when there is more than one process"
+        )
     if scaler is not None:
         more.setdefault("on_nonfinite", "deliver")
     settings = Settings(method=method, density=density, warmup_steps=warmup_steps, **more)

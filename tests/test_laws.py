@@ -74,6 +74,6 @@ class TestInRealProcesses:
 
 @over_methods
 def test_laws_hold_for_two_million_elements(world, method):
-    ranks = world.run(4, trajectory, method, 2_000_000, 0.01, "heavy", 5, torch.float32)
+    ranks = world.run(4, trajectory, method, 2_000_000, 0.01, "gaussian", 2, torch.float32)
     assert_nothing_is_lost(ranks, tolerance=1e-6)
     assert_all_agree(ranks)

@@ -138,10 +138,7 @@ class Comm:
 
     def sum_small(self, x: Tensor, *, stage: str) -> Tensor:
         """Sum a header of integers. Two rounds, 2 ceil(len/P)(P-1) elements sent: flat in P."""
-        share = -(-x.numel() // self.size)
-        padded = x.new_zeros(self.size, share)
-        padded.view(-1)[: x.numel()] = x
-        mine = self._swap(padded, stage).sum(0, dtype=x.dtype)
+        mine = self._swap(equal_shares(x, self.size), stage).sum(0, dtype=x.dtype)
         return self.all_gather(mine, stage=stage).view(-1)[: x.numel()]
 
     def all_to_all(
@@ -208,6 +205,13 @@ class Comm:
         sent = (message.nbytes for message in outgoing.values())
         received = (message.nbytes for message in incoming.values())
         self.ledger.add(stage, messages(sent, received, header=header))
+
+
+def equal_shares(x: Tensor, size: int) -> Tensor:
+    """A flat tensor as P rows of equal length, zeros at the end."""
+    shares = x.new_zeros(size, -(-x.numel() // size))
+    shares.view(-1)[: x.numel()] = x
+    return shares
 
 
 def _runs(rows: Tensor, lengths: list[int]) -> dict[int, Tensor]:

@@ -26,7 +26,7 @@ from oktopk.feedback import settle_
 from oktopk.layout import Bucket, narrow, share_out
 from oktopk.methods import METHODS, Exchanged, Method, State
 from oktopk.settings import Settings, num_kept
-from oktopk.sparse import Sparse, empty
+from oktopk.sparse import Sparse, acc_dtype, empty
 from oktopk.stats import Phase, StepStats
 from oktopk.tally import Tally
 
@@ -299,13 +299,10 @@ class Engine:
 
     def _sums_are_finite(self) -> bool:
         for bucket, (_, exchanged) in self._tally.moved.items():
+            dtype = self._grads[bucket].dtype
             for sums in (exchanged.result.values, exchanged.rider):
-                delivered = (sums / self.comm.size).to(self._grads[bucket].dtype)
-                if not kernels.all_finite(delivered):
+                # an average is finite if its sum is, unless it is delivered in fewer bits
+                narrowed = sums if sums.dtype == dtype else (sums / self.comm.size).to(dtype)
+                if not kernels.all_finite(narrowed):
                     return False
         return True
-
-
-def acc_dtype(grad: Tensor) -> torch.dtype:
-    """Residuals and sums are fp32; float64 for float64 gradients."""
-    return torch.promote_types(grad.dtype, torch.float32)

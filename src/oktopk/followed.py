@@ -9,8 +9,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from oktopk.engine import Engine
-
 
 class Followed:
     """The rates and the scale of the last step; residuals are corrected when they change.
@@ -32,29 +30,22 @@ class Followed:
         self._rates: dict[str, float] = {}
         self._scale: float | None = None
 
-    def correct(
-        self, engine: Engine, layout: list[list[str]], parameters: dict[str, Tensor]
-    ) -> None:
-        """Bring the residuals to the present rates and scale. O(1) when nothing changed."""
+    def rate_factors(self, parameters: dict[str, Tensor]) -> dict[str, float]:
+        """By how much what is owed to each parameter must grow; empty when no rate changed."""
         rates = self._present_rates(parameters)
-        scale = self._scaler.get_scale() if self._scaler is not None else None
         factors = {
             name: self._rates[name] / rate
             for name, rate in rates.items()
             if rate > 0 and self._rates.get(name, rate) != rate
         }
-        if scale and self._scale and scale != self._scale:
-            engine.rescale(scale / self._scale)
-        if engine.residual is not None and factors:
-            for bucket, names in enumerate(layout):
-                sizes = [parameters[name].numel() for name in names]
-                residual = engine.residual_of(bucket)
-                assert residual is not None
-                for name, part in zip(names, residual.split(sizes), strict=True):
-                    part.mul_(factors.get(name, 1.0))
         # a rate of zero applies nothing: what is owed stays owed at the last rate that did
         self._rates |= {name: rate for name, rate in rates.items() if rate > 0}
-        self._scale = scale
+        return factors
+
+    def scale_factor(self) -> float:
+        """By how much gradients have grown with the loss scale; 1 when it did not change."""
+        before, self._scale = self._scale, self._scaler.get_scale() if self._scaler else None
+        return self._scale / before if self._scale and before else 1.0
 
     def state_dict(self) -> dict[str, Any]:
         return {"rates": dict(self._rates), "scale": self._scale}

@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.comm import Comm, ExchangeError
-from oktopk.engine import Engine, acc_dtype
+from oktopk.engine import Engine
 from oktopk.exchanger import Arrived, Exchanger
 from oktopk.followed import Followed
 from oktopk.handshake import agree
 from oktopk.layout import Bucket
 from oktopk.policy import Policy
 from oktopk.settings import Settings
+from oktopk.sparse import acc_dtype
 from oktopk.stats import StepStats
 from oktopk.weights import check_replicas
 
@@ -94,9 +95,7 @@ class Handle:
             residual = self._engine.residual_of(bucket)
             if residual is None:
                 return {}
-            parts = residual.split([self._parameters[name].numel() for name in names])
-            for name, part in zip(names, parts, strict=True):
-                owed[name] = part.view(self._parameters[name].shape)
+            owed |= self._by_name(residual, names)
         return owed
 
     def state_dict(self) -> dict[str, Any]:
@@ -182,7 +181,7 @@ class Handle:
     def _begin(self) -> None:
         if self.check_every and self.step and self.step % self.check_every == 0:
             check_replicas(dict(self._parameters), self.comm, self.step)
-        self._followed.correct(self._engine, self._layout, self._parameters)
+        self._follow()
         if self._engine.phase == "sparse" and self._engine.step == self.settings.warmup_steps:
             log.info(
                 "step %d: the sparse phase begins, %s at density %g: %d of %d entries, %d dense",
@@ -194,6 +193,15 @@ class Handle:
                 self._engine.num_dense,
             )
         self._engine.begin()
+
+    def _follow(self) -> None:
+        """Bring what is owed to the present loss scale and learning rates."""
+        scale = self._followed.scale_factor()
+        if scale != 1.0:
+            self._engine.rescale(scale)
+        factors = self._followed.rate_factors(self._parameters)
+        for name, residual in self.residuals.items() if factors else ():
+            residual.mul_(factors.get(name, 1.0))
 
     def _feed_all(self) -> None:
         """All buckets at once: while DDP may still change them, and to clip before the exchange."""
@@ -218,9 +226,9 @@ class Handle:
 
     def _finish(self, last: Arrived) -> None:
         stats = self._engine.finish(waited_since=last.at)
-        for name, part in self._staged_parts():
-            self._views()[name].copy_(part)
-        self._staged = None
+        if self._staged is not None:
+            self._unstage(self._staged)
+            self._staged = None
         if stats.skipped:
             log.warning(
                 "rank %d, step %d: a gradient had a NaN or Inf on some rank; no rank applied it "
@@ -265,23 +273,29 @@ class Handle:
         """The gradient of every parameter in DDP's buckets of this step."""
         views = {}
         for arrived in self._waiting:
-            parts = arrived.buffer.split([p.numel() for p in arrived.parameters])
-            views |= {
-                self._names[p]: part for p, part in zip(arrived.parameters, parts, strict=True)
-            }
+            views |= self._by_name(arrived.buffer, [self._names[p] for p in arrived.parameters])
         return views
+
+    def _by_name(self, flat: Tensor, names: list[str]) -> dict[str, Tensor]:
+        """Views of a bucket's parameters, each in its shape."""
+        parameters = [self._parameters[name] for name in names]
+        parts = flat.split([parameter.numel() for parameter in parameters])
+        return {
+            name: part.view(parameter.shape)
+            for name, part, parameter in zip(names, parts, parameters, strict=True)
+        }
 
     def _stage(self) -> list[Tensor]:
         """The gradients in the order of the loaded layout, while DDP still has another."""
         views = self._views()
-        return [torch.cat([views[name] for name in names]) for names in self._layout]
+        return [torch.cat([views[name].view(-1) for name in names]) for names in self._layout]
 
-    def _staged_parts(self) -> list[tuple[str, Tensor]]:
-        parts = []
-        for names, grad in zip(self._layout, self._staged or [], strict=False):
-            sizes = [self._parameters[name].numel() for name in names]
-            parts += zip(names, grad.split(sizes), strict=True)
-        return parts
+    def _unstage(self, staged: list[Tensor]) -> None:
+        """Copy what was staged back into DDP's buckets."""
+        views = self._views()
+        for names, grad in zip(self._layout, staged, strict=True):
+            for name, part in self._by_name(grad, names).items():
+                views[name].copy_(part)
 
     def _agree(self) -> None:
         names = [name for bucket in self._layout for name in bucket]

@@ -34,6 +34,11 @@ class Sparse:
         return dense
 
 
+def acc_dtype(grad: Tensor) -> torch.dtype:
+    """Residuals and sums are fp32; float64 for float64 gradients."""
+    return torch.promote_types(grad.dtype, torch.float32)
+
+
 def empty(numel: int, like: Tensor) -> Sparse:
     """No entry at all, in the dtype and on the device of `like`."""
     return Sparse(like.new_empty(0, dtype=torch.int32), like.new_empty(0), numel)

@@ -37,6 +37,9 @@ class Kept:
     outside: list[int]
     """Entries each rank has sent in split-and-reduce."""
 
+    balanced: bool = False
+    """Whether the shares are to be evened out before they are gathered."""
+
     cut: bool = False
     """The result had to be cut below 0.9 k to stay within the bound on words."""
 
@@ -48,16 +51,17 @@ def select_globally(region: Sparse, outside: int, k: int, state: State, comm: Co
         kept = _by_ladder(region, outside, k, state, comm)
     if kept is None:
         kept = _exactly(region, outside, k, state, comm)
-    if not _fits(kept, k):
+    kept = _with_balance(kept, k)
+    if not within_bound(kept.counts, kept.outside, k, balanced=kept.balanced):
         level, most = state.result, affordable(kept.outside, k)
-        kept = replace(_exactly(region, outside, most, state, comm), cut=most < (1 - BAND) * k)
+        kept = _with_balance(_exactly(region, outside, most, state, comm), k)
+        kept = replace(kept, cut=most < (1 - BAND) * k)
         state.result = level  # the next step starts from the level of k, not of the cut
     return kept
 
 
-def _fits(kept: Kept, k: int) -> bool:
-    balanced = must_balance(kept.counts, kept.outside, k)
-    return within_bound(kept.counts, kept.outside, k, balanced=balanced)
+def _with_balance(kept: Kept, k: int) -> Kept:
+    return replace(kept, balanced=must_balance(kept.counts, kept.outside, k))
 
 
 def _by_ladder(region: Sparse, outside: int, k: int, state: State, comm: Comm) -> Kept | None:

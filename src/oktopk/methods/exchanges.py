@@ -117,19 +117,18 @@ def tree_merge(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -
 
 
 def oktopk(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -> Exchanged:
-    """Ok-Topk: at most 6k(P-1)/P words, whatever P (k taken up to a multiple of P)."""
+    """Ok-Topk: at most 6k(P-1)/P words, whatever P (`balance.entry_bound`)."""
     due = state.bounds is None or state.step % state.bounds_every == 0 or state.uneven
     if due and not state.one_owner:
         state.bounds = torch.tensor(agreed_bounds(local, comm), dtype=torch.int64)
     assert state.bounds is not None
     mine = split_reduce(local, rider, state.bounds.tolist(), comm)
     kept = select_globally(mine.region, mine.outside, k, state, comm)
-    balanced = balance.must_balance(kept.counts, kept.outside, k)
     rows, total = balance.gather(
-        wire.pack(kept.region), kept.counts, mine.share, comm, balanced=balanced
+        wire.pack(kept.region), kept.counts, mine.share, comm, balanced=kept.balanced
     )
     state.step += 1
-    state.uneven = balanced
+    state.uneven = kept.balanced
     if kept.cut:
         state.one_owner, state.bounds = True, torch.tensor(one_owner_bounds(local.numel, comm.size))
     imbalance = _imbalance(kept.counts)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from oktopk import kernels, wire
-from oktopk.comm import Comm
+from oktopk.comm import Comm, equal_shares
 from oktopk.methods import riders
 from oktopk.sparse import Sparse
 
@@ -68,7 +68,7 @@ def split_reduce(local: Sparse, rider: Tensor, bounds: list[int], comm: Comm) ->
         local.indices, torch.tensor(bounds[1:-1], dtype=torch.int32, device=local.indices.device)
     ).tolist()
     splits = [end - start for start, end in zip([0, *cuts], [*cuts, local.num], strict=True)]
-    aboard = riders.to_rows(riders.shares(rider, comm.size))
+    aboard = riders.to_rows(equal_shares(rider, comm.size))
     rows, incoming = comm.all_to_all(*riders.board(wire.pack(local), splits, aboard), stage="split")
     rows, lengths, aboard = riders.alight(rows, incoming, aboard.shape[1])
     indices, values = wire.unpack(rows, local.values.dtype)

@@ -41,14 +41,6 @@ def to_values(rows: Tensor, num: int, dtype: torch.dtype) -> Tensor:
     return flat.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
-def shares(values: Tensor, size: int) -> Tensor:
-    """P shares of equal length, zeros at the end."""
-    share = -(-values.numel() // size)
-    out = values.new_zeros(size, share)
-    out.view(-1)[: values.numel()] = values
-    return out
-
-
 def in_rank_order(parts: Tensor) -> Tensor:
     """The sum over the first dimension, in its order."""
     total = parts[0].clone()

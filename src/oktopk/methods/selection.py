@@ -13,7 +13,7 @@ from torch import Tensor
 
 from oktopk import kernels
 from oktopk.methods.state import Level, State, slope_between
-from oktopk.sparse import Sparse, empty
+from oktopk.sparse import Sparse, acc_dtype, empty
 
 BAND = 0.1  # counts may be this fraction off k
 AIM = 1.25  # candidates wanted, in k: enough to hold the k-th value when it moved a little
@@ -67,7 +67,7 @@ def exact_of(acc: Tensor, k: int) -> tuple[Sparse, float]:
 
 def everything(residual: Tensor | None, grad: Tensor, k: int, state: State) -> Sparse:
     """The whole gradient, for the dense exchange; fp32 at least, as the sums are."""
-    acc = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    acc = grad.to(acc_dtype(grad))
     if residual is not None:  # what a sparse phase before this one still owes
         acc = acc + residual
     return Sparse(None, acc, grad.numel())

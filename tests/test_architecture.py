@@ -38,6 +38,7 @@ ORDER = [
     "ddp",
     "launch",
     "check",
+    "train",
     "cli",
     "__main__",
 ]

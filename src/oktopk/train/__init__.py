@@ -1,0 +1,1 @@
+"""The speech trainer: data, model, loop. Needs `pip install 'oktopk[train]'`."""

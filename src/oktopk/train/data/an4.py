@@ -1,0 +1,142 @@
+"""AN4 as CMU gives it: `etc/an4_{train,test}.{fileids,transcription}` and recordings in `wav/`."""
+
+from __future__ import annotations
+
+import re
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from oktopk.train.data.audio import RATE, byte_order, read_audio, read_raw, silent, write_wav
+from oktopk.train.data.labels import unknown
+from oktopk.train.data.manifest import Utterance, clean, pruned, speaker, write_manifest
+from oktopk.train.data.problems import DataError
+
+KINDS = (".raw", ".sph", ".wav", ".flac")
+PARTS = {"train": "train", "test": "val"}  # CMU's names, and those of the reference's manifests
+LOOKED_AT = 25  # raw files that decide on the byte order
+
+
+def convert(source: Path, out: Path, prune: bool = False) -> tuple[Path, Path]:
+    """Check AN4, write it as WAV with manifests below `out`, and return the two manifests.
+
+    Nothing is written unless every recording and transcript of both lists is good. The manifests
+    come last: where they are, all else is. With `prune`, training leaves out what the reference
+    does (under 1 s, over 15 s).
+    """
+    with _opened(source) as root:
+        listed = {part: _listed(root, part) for part in PARTS}
+        _refuse_shared_speakers(listed)
+        recordings = _load([item for items in listed.values() for item in items])
+        manifests = [
+            _write(out, part, [(file.stem, recordings[file], text) for file, text in items], prune)
+            for part, items in listed.items()
+        ]
+    return manifests[0], manifests[1]
+
+
+@contextmanager
+def _opened(source: Path) -> Iterator[Path]:
+    """The folder that has `etc` and `wav`: `source`, a folder in it, or in the tarball it is."""
+    if source.is_dir():
+        yield _root(source, source)
+        return
+    if not source.is_file():
+        raise DataError([f"{source} is missing: give AN4's folder or its tarball"])
+    with TemporaryDirectory() as folder:
+        try:
+            with tarfile.open(source) as archive:
+                archive.extractall(folder, filter="data")
+        except (tarfile.TarError, EOFError, OSError) as error:
+            raise DataError([f"{source} cannot be unpacked: {error}"]) from error
+        yield _root(Path(folder), source)
+
+
+def _root(folder: Path, source: Path) -> Path:
+    for candidate in (folder, *sorted(path for path in folder.iterdir() if path.is_dir())):
+        if (candidate / "etc" / "an4_train.fileids").is_file():
+            return candidate
+    raise DataError([f"{source} is not AN4: it has no etc/an4_train.fileids"])
+
+
+def _listed(root: Path, part: str) -> list[tuple[Path, str]]:
+    """Recording and transcript of every line of one list."""
+    names, texts = (
+        _lines(root / "etc" / f"an4_{part}.{kind}") for kind in ("fileids", "transcription")
+    )
+    transcripts = dict(_transcript(line) for line in texts)
+    problems, listed = [], []
+    for name in names:
+        stem = Path(name).name
+        found = [path for kind in KINDS if (path := root / "wav" / f"{name}{kind}").is_file()]
+        text = transcripts.get(stem)
+        if not found:
+            problems.append(
+                f"wav/{name} ({', '.join(KINDS)}) is missing; an4_{part}.fileids lists it"
+            )
+        elif text is None:
+            problems.append(f"{stem} has no line in an4_{part}.transcription")
+        elif not text or unknown(text):
+            what = f"no label for {unknown(text)!r} in" if text else "empty"
+            problems.append(f"{stem}: {what} transcript {text!r} in an4_{part}.transcription")
+        else:
+            listed.append((found[0], text))
+    if problems:
+        raise DataError(problems)
+    return listed
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.is_file():
+        raise DataError([f"{path} is missing"])
+    return [line.strip() for line in path.read_text().splitlines() if line.strip()]
+
+
+def _transcript(line: str) -> tuple[str, str]:
+    """`<s> GO </s> (an253-fash-b)`: the name in brackets and the words before it."""
+    parts = re.fullmatch(r"(?:<s>)?(.*?)(?:</s>)?\s*\(([^()\s]+)\)", line)
+    return (parts[2], clean(parts[1])) if parts else (line, "")
+
+
+def _refuse_shared_speakers(listed: dict[str, list[tuple[Path, str]]]) -> None:
+    train, test = ({speaker(path) for path, _ in items} - {None} for items in listed.values())
+    if shared := sorted(str(name) for name in train & test):
+        raise DataError([f"speaker {name} is in the training and the test list" for name in shared])
+
+
+def _load(items: list[tuple[Path, str]]) -> dict[Path, np.ndarray]:
+    """All recordings, or all that is wrong with them."""
+    raw = [path for path, _ in items if path.suffix == ".raw" and path.stat().st_size]
+    order = byte_order(raw[:: len(raw) // LOOKED_AT + 1]) if raw else ""
+    recordings, problems = {}, []
+    for path, _ in items:
+        try:
+            samples = read_raw(path, order) if path.suffix == ".raw" else read_audio(path)
+        except DataError as error:
+            problems += error.problems
+            continue
+        if silent(samples):
+            problems.append(f"{path} is silent")
+        recordings[path] = samples
+    if problems:
+        raise DataError(problems)
+    return recordings
+
+
+def _write(out: Path, part: str, items: list[tuple[str, np.ndarray, str]], prune: bool) -> Path:
+    name = PARTS[part]
+    folder = out / name
+    folder.mkdir(parents=True, exist_ok=True)
+    pairs = []
+    for stem, samples, text in items:
+        audio, transcript = folder / f"{stem}.wav", folder / f"{stem}.txt"
+        write_wav(audio, samples)
+        transcript.write_text(text + "\n")
+        pairs.append((Utterance(audio, text, len(samples) / RATE), transcript))
+    if prune and part == "train":
+        pairs = [pair for pair in pairs if not pruned(pair[0])]
+    return write_manifest(out / f"an4_{name}_manifest.csv", pairs)

@@ -1,0 +1,152 @@
+"""One recording: 16 kHz mono samples in [-1, 1), and what is wrong with it when something is.
+
+WAV, FLAC and NIST sphere are read by libsndfile. It forgives a file that ends early, so the sizes
+their headers promise are compared with the file first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oktopk.train.data.problems import DataError, extra
+
+RATE = 16_000
+FULL_SCALE = 32_768
+SILENCE = 2 / FULL_SCALE  # no sample departs further from the mean: a recording of nothing
+SHORTEST = 320  # samples in one window of the spectrogram
+BYTE_ORDERS = {"big": ">i2", "little": "<i2"}
+
+
+def duration(path: Path) -> float:
+    """Seconds of a recording. Reads the header only, and refuses what the header shows is wrong."""
+    return _header(path).frames / RATE
+
+
+def read_audio(path: Path) -> np.ndarray:
+    """Samples as float32 in [-1, 1); several channels are averaged."""
+    info = _header(path)
+    sound = extra("soundfile")
+    try:
+        samples, _ = sound.read(path, dtype="float32", always_2d=True)
+    except sound.LibsndfileError as error:
+        raise DataError([f"{path} cannot be decoded ({error}): copy it again"]) from error
+    if len(samples) < info.frames:
+        message = f"{path} is truncated: {len(samples)} of {info.frames} samples; copy it again"
+        raise DataError([message])
+    return samples.mean(axis=1)
+
+
+def read_raw(path: Path, byte_order: str) -> np.ndarray:
+    """Samples of a headerless 16-bit file as float32 in [-1, 1)."""
+    data = path.read_bytes() if path.is_file() else None
+    if problem := _size_problem(path, data):
+        raise DataError([problem])
+    return np.frombuffer(data or b"", BYTE_ORDERS[byte_order]).astype(np.float32) / FULL_SCALE
+
+
+def silent(samples: np.ndarray) -> bool:
+    """Whether nothing was recorded. An offset of the converter is nothing as well."""
+    return bool(np.abs(samples - samples.mean()).max() <= SILENCE)
+
+
+def write_wav(path: Path, samples: np.ndarray) -> None:
+    """Write 16-bit PCM. 16-bit samples that were read come back as they were."""
+    whole = np.clip(np.rint(samples * FULL_SCALE), -FULL_SCALE, FULL_SCALE - 1)
+    extra("soundfile").write(path, whole.astype(np.int16), RATE, subtype="PCM_16", format="WAV")
+
+
+def byte_order(paths: Iterable[Path]) -> str:
+    """The byte order of headerless 16-bit speech, by a look at several files.
+
+    Neighbouring samples of speech are alike; with the bytes swapped they are as good as random.
+    So the order whose differences have less energy, relative to the samples, is the right one.
+    """
+    paths = list(paths)
+    roughness = {name: _roughness(paths, kind) for name, kind in BYTE_ORDERS.items()}
+    best = min(roughness, key=lambda name: roughness[name])
+    if not 1.5 * roughness[best] < max(roughness.values()):
+        message = (
+            f"{paths[0] if paths else 'raw files'}: neither byte order looks like 16-bit speech "
+            f"(roughness {roughness['big']:.2f} and {roughness['little']:.2f}, looked at "
+            f"{len(paths)} files): the files must be 16 kHz 16-bit PCM without header"
+        )
+        raise DataError([message])
+    return best
+
+
+def _roughness(paths: list[Path], kind: str) -> float:
+    ratios = []
+    for path in paths:
+        data = path.read_bytes()
+        samples = np.frombuffer(data[: len(data) & ~1], kind).astype(np.float64)
+        samples = samples - samples.mean() if len(samples) else samples
+        if energy := float(np.square(samples).sum()):
+            ratios.append(float(np.square(np.diff(samples)).sum()) / energy)
+    return float(np.median(ratios)) if ratios else 0.0
+
+
+def _header(path: Path) -> Any:
+    if not path.is_file():
+        raise DataError([f"{path} is missing"])
+    if path.stat().st_size == 0:
+        raise DataError([f"{path} is empty: copy it again"])
+    sound = extra("soundfile")
+    try:
+        info = sound.info(path)
+    except sound.LibsndfileError as error:
+        raise DataError([f"{path} is not a WAV, FLAC or sphere file ({error})"]) from error
+    promised, size = _promised_bytes(path), path.stat().st_size
+    if promised > size:
+        raise DataError([f"{path} is truncated: {size} of {promised} bytes; copy it again"])
+    if info.samplerate != RATE:
+        message = f"{path} has {info.samplerate} samples per second: resample it to {RATE}"
+        raise DataError([message])
+    if info.frames < SHORTEST:
+        message = f"{path} has {info.frames} samples: at least {SHORTEST} make one spectrum"
+        raise DataError([message])
+    return info
+
+
+def _size_problem(path: Path, data: bytes | None) -> str | None:
+    if data is None:
+        return f"{path} is missing"
+    if not data:
+        return f"{path} is empty: copy it again"
+    if len(data) % 2:
+        return f"{path} is truncated: {len(data)} bytes are no whole number of 16-bit samples"
+    if len(data) < 2 * SHORTEST:
+        return f"{path} has {len(data) // 2} samples: at least {SHORTEST} make one spectrum"
+    return None
+
+
+def _promised_bytes(path: Path) -> int:
+    """How long the header says the file is; 0 if it does not say."""
+    with path.open("rb") as file:
+        start = file.read(12)
+        if start[:4] == b"RIFF" and start[8:] == b"WAVE":
+            while len(chunk := file.read(8)) == 8:
+                length = int.from_bytes(chunk[4:], "little")
+                if chunk[:4] == b"data":
+                    # 2^32 - 1 and 0 are what programs write that do not know the length yet
+                    return 0 if length in (0, 2**32 - 1) else file.tell() + length
+                file.seek(length + length % 2, 1)
+        elif start[:7] == b"NIST_1A":
+            return _sphere_bytes(start + file.read(4096))
+    return 0
+
+
+def _sphere_bytes(start: bytes) -> int:
+    """Header plus samples of a NIST sphere file: lines of `name -type value` up to `end_head`."""
+    lines = start.split(b"end_head")[0].decode("ascii", "replace").splitlines()
+    fields = {"channel_count": "1"}
+    fields |= {words[0]: words[2] for line in lines[2:] if len(words := line.split(None, 2)) == 3}
+    names = ("sample_count", "sample_n_bytes", "channel_count")
+    sizes = [fields.get(name, "?").strip() for name in names]
+    if not all(size.isdigit() for size in sizes):
+        return 0
+    count, width, channels = map(int, sizes)
+    return int(lines[1]) + count * width * channels

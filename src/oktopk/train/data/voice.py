@@ -15,6 +15,7 @@ import ctypes
 import json
 import struct
 import sys
+from typing import Any
 
 SYNCHRONOUS, DO_NOT_EXIT = 2, 0x8000
 UTF8_WITH_PHONEMES = 1 | 0x100
@@ -33,7 +34,7 @@ def main(library: str, data: str) -> None:
     pieces: list[bytes] = []
 
     @CALLBACK
-    def collect(samples: object, count: int, _: object) -> int:
+    def collect(samples: Any, count: int, _: Any) -> int:
         if samples and count > 0:
             pieces.append(ctypes.string_at(samples, 2 * count))
         return 0

@@ -36,6 +36,10 @@ ORDER = [
     "weights",
     "handle",
     "ddp",
+    "place",
+    "meeting",
+    "roll",
+    "join",
     "launch",
     "check",
     "train",
@@ -43,8 +47,12 @@ ORDER = [
     "__main__",
 ]
 
-# Not collectives: asking who and where one is.
+# Not collectives: asking who and where one is, and where ranks meet before there is a group.
 HARMLESS = {
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
     "destroy_process_group",
     "init_process_group",
     "ProcessGroup",

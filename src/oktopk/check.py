@@ -10,69 +10,46 @@ the laws: nothing is lost, all ranks agree, k means k.
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
-from datetime import timedelta
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from oktopk.comm import Comm, TorchTransport
-from oktopk.launch import Place, find_place, meeting_point
+from oktopk.launch import find_place, joined, start_workers, workers_to_start
 from oktopk.methods import METHODS
 from oktopk.reducer import Reducer
 
-NUMEL, STEPS, DENSITY = 20_000, 36, 0.02
+WORKERS, NUMEL, DENSITY = 2, 20_000, 0.02
+STEPS = {False: 36, True: 4}  # whole or quick; Ok-Topk moves its regions every 32 steps or so
 MEGABYTE = 2**20
 
 
-def check(workers: int, timeout: float) -> int:
-    """Run the self-test; 0 when everything holds. Starts `workers` processes if nobody has."""
+def check(workers: int | None, timeout: float, steps: int, argv: list[str]) -> int:
+    """Run the self-test; 0 when everything holds. Starts workers if no launcher has."""
     place = find_place()
-    if place is not None:
-        return _check_rank(place, meeting_point(place), timeout)
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = f"file://{os.path.join(folder, 'meet')}"
-        try:
-            spawn(_spawned, (workers, meeting, timeout), workers)
-        except (ProcessRaisedException, ProcessExitedException) as error:
-            sys.stdout.write(f"FAILED: {error}\n")
-            return 1
-    return 0
+    if number := workers_to_start(place, workers, WORKERS):
+        return start_workers(number, argv)
+    with joined(place, timeout) as device:
+        return _check_rank(place.launcher if place else "oktopk", device, steps)
 
 
-def _spawned(rank: int, size: int, meeting: str, timeout: float) -> None:
-    sys.exit(_check_rank(Place("oktopk", rank, size), meeting, timeout))
-
-
-def _check_rank(place: Place, meeting: str, timeout: float) -> int:
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", place.rank % torch.cuda.device_count()) if cuda else "cpu"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        init_method=meeting,
-        rank=place.rank,
-        world_size=place.size,
-        timeout=timedelta(seconds=timeout),
-    )
-    say = sys.stdout.write if place.rank == 0 else len
+def _check_rank(launcher: str, device: torch.device, steps: int) -> int:
     comm = Comm(TorchTransport())
-    say(f"{place.size} ranks by {place.launcher}, {dist.get_backend()} on {device}, ")
+    say = sys.stdout.write if comm.rank == 0 else len
+    say(f"{comm.size} {'ranks' if comm.size > 1 else 'rank'} by {launcher}, ")
+    say(f"{dist.get_backend()} on {device}, {torch.get_num_threads()} threads, ")
     say(f"torch {torch.__version__}\n")
-    latency, bandwidth = _measure(comm, torch.device(device))
+    latency, bandwidth = _measure(comm, device)
     say(f"latency {latency * 1e6:.0f} microseconds, ")
     say(f"{bandwidth / MEGABYTE:.0f} MB/s sent per rank with all ranks sending\n")
     complaints = 0
     for method in METHODS:
-        problems = _broken_laws(method, comm, torch.device(device))
+        problems = _broken_laws(method, comm, device, steps)
         complaints += len(problems)
         say(f"{method:10} {'; '.join(problems) or 'keeps the laws'}\n")
     say("all is well\n" if not complaints else f"FAILED: {complaints} complaints\n")
-    dist.destroy_process_group()
     return int(complaints > 0)
 
 
@@ -89,12 +66,12 @@ def _measure(comm: Comm, device: torch.device) -> tuple[float, float]:
     return seconds["small"], large.nbytes * (comm.size - 1) / seconds["large"]
 
 
-def _broken_laws(method: str, comm: Comm, device: torch.device) -> list[str]:
+def _broken_laws(method: str, comm: Comm, device: torch.device, steps: int) -> list[str]:
     """What is wrong with a method here, the same on every rank."""
     reducer = Reducer(NUMEL, method=method, density=DENSITY)
     generator = torch.Generator().manual_seed(comm.rank)
     problems = set()
-    for _ in range(STEPS):
+    for _ in range(steps):
         grad = torch.randn(NUMEL, generator=generator).to(device)
         had = grad + reducer.residual.to(device)
         stats = reducer.reduce_(grad)

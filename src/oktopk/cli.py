@@ -23,9 +23,9 @@ def methods(_: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Run the self-test."""
-    from oktopk.check import check
+    from oktopk.check import STEPS, check
 
-    return check(args.workers, args.timeout)
+    return check(args.workers, args.timeout, STEPS[args.quick], sys.argv[1:])
 
 
 def data(args: argparse.Namespace) -> int:
@@ -49,7 +49,8 @@ def parser() -> argparse.ArgumentParser:
         help="a self-test of these machines: network, and the laws on small gradients",
         epilog="examples: oktopk check --workers 4; torchrun --nproc-per-node 2 -m oktopk check",
     )
-    test.add_argument("--workers", type=int, default=2, help="processes to start, without launcher")
+    test.add_argument("--workers", type=int, help="processes to start, without launcher (2)")
+    test.add_argument("--quick", action="store_true", help="four steps of each method, not 36")
     test.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank")
     test.set_defaults(run=check)
     _add_data(commands)
@@ -106,5 +107,12 @@ def _add_lists(actions: argparse._SubParsersAction) -> None:
 
 
 def main() -> None:
+    from oktopk.launch import LaunchError
+
     args = parser().parse_args()
-    sys.exit(args.run(args))
+    try:
+        sys.exit(args.run(args))
+    except LaunchError as error:  # it says what to do; where it was raised does not help
+        sys.exit(f"oktopk: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

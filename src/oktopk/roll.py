@@ -1,0 +1,119 @@
+"""The roll call: every rank says what it has, and all know it before the group is made.
+
+It is also what makes a second start at the same store safe. torchrun keeps its store when it
+restarts the workers, and the addresses of the dead are still in it; so rank 0 opens a new page
+every time, and a rank takes a page for its own only when it finds its own word there.
+"""
+
+# pyright: reportPrivateImportUsage=false
+# torch documents its stores, but does not list them as exported
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from oktopk.place import LaunchError, Place
+
+Roll = list[dict[str, Any]]
+
+
+def call_roll(store: dist.Store, place: Place, timeout: float) -> tuple[dist.Store, Roll]:
+    """A page of the store that only these ranks write on, and what each said of itself."""
+    mine = _word()
+    if place.rank == 0:
+        page, roll = mine["word"], _gather_words(store, mine, place, timeout)
+    else:
+        page, roll = _answer(store, mine, place, timeout)
+    if isinstance(roll, str):
+        raise LaunchError(f"{place}: {roll}")
+    return dist.PrefixStore(f"oktopk/{page}", store), roll
+
+
+def _word() -> dict[str, Any]:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "word": secrets.token_hex(8),
+        "host": socket.gethostname(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "gpus": [str(torch.cuda.get_device_properties(index).uuid) for index in range(gpus)],
+    }
+
+
+def _gather_words(store: dist.Store, mine: dict, place: Place, timeout: float) -> Roll | str:
+    page = f"oktopk/{mine['word']}"
+    store.set("oktopk/page", mine["word"])
+    others = {rank: f"{page}/{rank}" for rank in range(1, place.size)}
+    deadline = time.monotonic() + timeout
+    while missing := [rank for rank, key in others.items() if not store.check([key])]:
+        if time.monotonic() > deadline:
+            roll: Roll | str = f"ranks {missing} did not come within {timeout:g} s"
+            break
+        time.sleep(0.02)
+    else:
+        roll = [mine, *(json.loads(store.get(key)) for key in others.values())]
+    store.set(f"{page}/roll", json.dumps(roll))
+    return roll
+
+
+def _answer(store: dist.Store, mine: dict, place: Place, timeout: float) -> tuple[str, Roll | str]:
+    deadline, answered = time.monotonic() + timeout + 1, ""  # rank 0 says first who is missing
+    while time.monotonic() < deadline:
+        page = store.get("oktopk/page").decode() if store.check(["oktopk/page"]) else ""
+        if page and page != answered:
+            store.set(f"oktopk/{page}/{place.rank}", json.dumps(mine))
+            answered = page
+        if page and store.check([f"oktopk/{page}/roll"]):
+            roll = json.loads(store.get(f"oktopk/{page}/roll"))
+            if isinstance(roll, str) or roll[place.rank]["word"] == mine["word"]:
+                return page, roll
+        time.sleep(0.02)
+    return "", f"rank 0 did not call the roll within {timeout:g} s"
+
+
+def device_of(place: Place, roll: Roll) -> torch.device:
+    """This rank's GPU if every rank has one of its own, else the CPU; the same on all ranks."""
+    seen = [bool(word["gpus"]) for word in roll]
+    own = [_own_gpu(rank, roll) for rank in range(place.size)]
+    if None not in own and len(set(zip([w["host"] for w in roll], own, strict=True))) == place.size:
+        return torch.device("cuda", roll[place.rank]["gpus"].index(own[place.rank]))
+    if any(seen) and place.rank == 0:
+        warnings.warn(
+            f"{sum(seen)} of {place.size} ranks see a GPU, but not one each: all run on CPUs",
+            stacklevel=2,
+        )
+    return torch.device("cpu")
+
+
+def _own_gpu(rank: int, roll: Roll) -> str | None:
+    """The only GPU a launcher left visible, or that of the rank's number on its host."""
+    gpus = roll[rank]["gpus"]
+    local = sum(word["host"] == roll[rank]["host"] for word in roll[:rank])
+    return gpus[0] if len(gpus) == 1 else gpus[local] if local < len(gpus) else None
+
+
+def threads(rank: int, roll: Roll) -> int:
+    """Cores per rank: a core that several ranks of a host may use is shared out among them."""
+    mine = roll[rank]
+    here = [word for word in roll if word["host"] == mine["host"]]
+    claims = Counter(core for word in here for core in word["cores"])
+    share = sum(1 / claims[core] for core in mine["cores"])
+    return max(1, int(min(share, _quota() / len(here)) + 1e-6))
+
+
+def _quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
+    """Cores that a container may use, whatever it sees."""
+    if not path.exists():
+        return float("inf")
+    limit, period = path.read_text().split()
+    return float("inf") if limit == "max" else int(limit) / int(period)

@@ -1,4 +1,4 @@
-"""The command line: `oktopk methods`, `oktopk check`, `oktopk data`."""
+"""The command line: `oktopk methods`, `check`, `data`, `train`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from oktopk.methods import METHODS
+from oktopk.train.config import DEFAULT, add_flags, nearest, shipped
 from oktopk.version import __version__
 
 
@@ -35,6 +36,13 @@ def data(args: argparse.Namespace) -> int:
     return run(args)
 
 
+def train(args: argparse.Namespace) -> int:
+    """Train lstman4."""
+    from oktopk.train.command import command
+
+    return command(args, sys.argv[1:])
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands; each has its own help with an example."""
     main = argparse.ArgumentParser(prog="oktopk", description=__doc__)
@@ -54,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     test.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank")
     test.set_defaults(run=check)
     _add_data(commands)
+    _add_train(commands)
     return main
 
 
@@ -88,6 +97,23 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
     _add_lists(actions)
 
 
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    speech = commands.add_parser(
+        "train",
+        help="train lstman4 speech recognition, on AN4 or on a corpus it speaks itself",
+        epilog="examples: oktopk train; oktopk train --config lstm_extended --data data/an4; "
+        "torchrun --nproc-per-node 4 -m oktopk train --resume",
+        allow_abbrev=False,
+    )
+    known = ", ".join(shipped())
+    speech.add_argument("--config", help=f"a TOML file, or one of {known} (default: {DEFAULT})")
+    speech.add_argument(
+        "--resume", action="store_true", help="go on from the run's last checkpoint, if it has one"
+    )
+    add_flags(speech)
+    speech.set_defaults(run=train)
+
+
 def _add_lists(actions: argparse._SubParsersAction) -> None:
     fix = actions.add_parser(
         "fix-manifest",
@@ -109,7 +135,11 @@ def _add_lists(actions: argparse._SubParsersAction) -> None:
 def main() -> None:
     from oktopk.launch import LaunchError
 
-    args = parser().parse_args()
+    whole = parser()
+    args, unknown = whole.parse_known_args()
+    if unknown:
+        hint = nearest(unknown[0].split("=")[0], [f"--{n.replace('_', '-')}" for n in vars(args)])
+        whole.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
         sys.exit(args.run(args))
     except LaunchError as error:  # it says what to do; where it was raised does not help

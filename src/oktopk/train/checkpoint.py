@@ -1,0 +1,188 @@
+"""Checkpoints: a folder per step, complete or not there.
+
+Every rank writes its own file (what it owes, its random state) and rank 0 the common one (weights,
+optimizer). When all are on disk, `complete.json` is written with their sizes and hashes; a folder
+without it is not a checkpoint. Older ones go only after that, so the last good one survives a full
+disk or a death while writing. Nothing is unpickled but tensors and plain values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oktopk.comm import Comm
+from oktopk.train.errors import CheckpointError
+from oktopk.train.together import together
+
+log = logging.getLogger("oktopk")
+
+COMMON = "common.pt"
+COMPLETE = "complete.json"
+DIGEST = 32  # bytes of a SHA-256
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank}.pt"
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def save(
+    folder: Path, step: int, contents: dict[str, Any], comm: Comm, device: torch.device
+) -> Path:
+    """Write this rank's files, by name, and complete the checkpoint. Every rank calls it."""
+    target = step_folder(folder, step)
+    failed = f"writing the checkpoint of step {step}"
+    mine = together(comm, device, failed, lambda: _write_all(target, contents))
+    facts = {"step": step, "world_size": comm.size, "files": _gather(mine, comm, device)}
+
+    def complete() -> None:
+        # several nodes may share the folder: the same content from each, replaced whole
+        draft = target / f"{COMPLETE}.{comm.rank}"
+        draft.write_text(json.dumps(facts))
+        _to_disk(draft)
+        draft.replace(target / COMPLETE)
+
+    together(comm, device, failed, complete)
+    return target
+
+
+def _write_all(target: Path, contents: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    written = {}
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        (target / COMPLETE).unlink(missing_ok=True)
+        for name, content in contents.items():
+            written[name] = _write(target / name, content)
+    except OSError as error:
+        for name in contents:
+            (target / f"{name}.part").unlink(missing_ok=True)
+            (target / name).unlink(missing_ok=True)
+        raise CheckpointError(
+            f"the checkpoint {target} could not be written: {error}. Earlier checkpoints are kept: "
+            "make room and go on with --resume"
+        ) from error
+    return written
+
+
+def _write(path: Path, content: Any) -> dict[str, Any]:
+    draft = path.with_name(f"{path.name}.part")
+    try:
+        torch.save(content, draft)
+    except RuntimeError as error:  # torch's writer does not say OSError when the disk is full
+        raise OSError(f"{draft}: {error}") from error
+    _to_disk(draft)
+    draft.replace(path)
+    return {"bytes": path.stat().st_size, "sha256": _digest(path)}
+
+
+def _to_disk(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _gather(
+    mine: dict[str, dict[str, Any]], comm: Comm, device: torch.device
+) -> dict[str, dict[str, Any]]:
+    """Sizes and hashes of all ranks' files: the common one is rank 0's."""
+    table = {}
+    for name, owners in ((COMMON, [0]), ("rank-{}.pt", range(comm.size))):
+        facts = mine.get(name.format(comm.rank), {"bytes": 0, "sha256": "00" * DIGEST})
+        row = facts["bytes"].to_bytes(8, "little") + bytes.fromhex(facts["sha256"])
+        own = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
+        rows = comm.all_gather(own, stage="checkpoint").cpu()
+        for owner in owners:
+            its = bytes(rows[owner].tolist())
+            size, digest = int.from_bytes(its[:8], "little"), its[8:].hex()
+            table[name.format(owner)] = {"bytes": size, "sha256": digest}
+    return table
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Delete all but the newest `keep` complete checkpoints, and what was never completed."""
+    complete = sorted(path.parent for path in folder.glob(f"step-*/{COMPLETE}"))
+    for path in folder.glob("step-*"):
+        if path not in complete[-keep:] and (complete and path <= complete[-1]):
+            # nodes that share the folder may do so at once
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def find(folder: Path, comm: Comm, device: torch.device) -> Path | None:
+    """The newest checkpoint that is whole for every rank; None when there is none at all.
+
+    Damaged ones are named and passed over. When all are damaged: an error, not a fresh start.
+    """
+    steps = {
+        int(path.parent.name.removeprefix("step-")): path.parent
+        for path in folder.glob(f"step-*/{COMPLETE}")
+    }
+    good = sorted(step for step, path in steps.items() if _whole(path, comm))
+    newest = torch.full((8,), -1, dtype=torch.int64)
+    newest[: len(good[-8:])] = torch.tensor(good[-8:], dtype=torch.int64)
+    lists = comm.all_gather(newest.to(device), stage="checkpoint").tolist()
+    common = set.intersection(*(set(steps) for steps in lists)) - {-1}
+    if common:
+        return step_folder(folder, max(common))
+    any_there = together_any(bool(steps), comm, device)
+    if any_there:
+        raise CheckpointError(
+            f"no checkpoint in {folder} is whole on every rank; to start anew, move the folder away"
+        )
+    return None
+
+
+def together_any(mine: bool, comm: Comm, device: torch.device) -> bool:
+    """Whether it is so on any rank."""
+    return any(comm.all_gather_size(int(mine), device, stage="checkpoint"))
+
+
+def _whole(path: Path, comm: Comm) -> bool:
+    """Whether the files this rank will read are as they were written."""
+    try:
+        facts = json.loads((path / COMPLETE).read_text())
+        for name in needed(facts, comm):
+            size, expected = (path / name).stat().st_size, facts["files"][name]
+            if size != expected["bytes"]:
+                problem = f"{name} has {size} bytes instead of {expected['bytes']}"
+            elif _digest(path / name) != expected["sha256"]:
+                problem = f"the content of {name} is not what was written"
+            else:
+                continue
+            log.warning("rank %d: checkpoint %s is damaged: %s", comm.rank, path, problem)
+            return False
+    except (OSError, ValueError, KeyError) as error:
+        log.warning("rank %d: checkpoint %s cannot be read: %s", comm.rank, path, error)
+        return False
+    return True
+
+
+def needed(facts: dict[str, Any], comm: Comm) -> list[str]:
+    """The files this rank reads: its own, or everybody's when there were other ranks."""
+    same = facts["world_size"] == comm.size
+    ranks = [comm.rank] if same else range(facts["world_size"])
+    return [COMMON, *(rank_file(rank) for rank in ranks)]
+
+
+def load(path: Path, comm: Comm) -> tuple[dict[str, Any], list[dict]]:
+    """The common content, and this rank's; all ranks' when it was saved by another number."""
+    facts = json.loads((path / COMPLETE).read_text())
+    common, *owns = (
+        torch.load(path / name, map_location="cpu", weights_only=True)
+        for name in needed(facts, comm)
+    )
+    return common, owns

@@ -1,0 +1,127 @@
+"""`oktopk train`: find the place among the workers, make or resume the run, sum it up."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from oktopk.comm import Comm, TorchTransport
+from oktopk.launch import Place, find_place, joined, start_workers, workers_to_start
+from oktopk.train import checkpoint
+from oktopk.train.config import DEFAULT, Config, load, to_toml, with_flags
+from oktopk.train.console import say
+from oktopk.train.data.problems import DataError
+from oktopk.train.errors import RunError
+from oktopk.train.folder import CHECKPOINTS, choose, numbered
+from oktopk.train.loop import restore, train
+from oktopk.train.recorder import Recorder
+from oktopk.train.setup import Run, set_up
+from oktopk.train.summary import summary
+from oktopk.train.together import together
+
+log = logging.getLogger("oktopk")
+ALONE = Place("none", 0, 1, 0, 1)
+
+
+def command(args: argparse.Namespace, argv: list[str]) -> int:
+    """Start the workers, or be one of them."""
+    try:
+        config = resolve(args)
+    except ValueError as error:
+        sys.stderr.write(f"oktopk train: {error}\n")
+        return 2
+    place = find_place()
+    workers = workers_to_start(place, getattr(args, "workers", None), config.workers)
+    if workers:
+        return start_workers(workers, argv)
+    try:
+        return work(config, place or ALONE, args.resume)
+    except (RunError, DataError) as error:
+        sys.stderr.write(f"oktopk train: {error}\n")
+        return 1
+
+
+def resolve(args: argparse.Namespace) -> Config:
+    """The config of the file and the flags; a run that is resumed has its own."""
+    named = args.config
+    if args.resume and named is None:
+        known = with_flags(load(DEFAULT), args)
+        runs = Path(known.runs)
+        own = numbered(runs, known.name, choose(runs, known.name, resume=True)) / "config.toml"
+        named = str(own) if own.is_file() else None
+    return with_flags(load(named or DEFAULT), args)
+
+
+def work(config: Config, place: Place, resume: bool) -> int:
+    """One worker's whole life."""
+    logging.basicConfig(
+        level=logging.INFO if place.rank == 0 else logging.WARNING, format="%(message)s"
+    )
+    started = time.monotonic()
+    with joined(place, config.timeout) as device:
+        comm = Comm(TorchTransport())
+        folder = make_folder(config, comm, device, resume)
+        run = set_up(config, comm, device, place)
+        journal_bytes = find_and_restore(run, folder) if resume else 0
+        recorder = Recorder(run, folder, journal_bytes)
+        try:
+            recorder.say(opening(run, folder))
+            result = train(run, recorder, folder)
+            totals = run.totals.of_all(comm, device)
+        except RuntimeError as error:
+            if run.handle.failure is None:
+                raise
+            # DDP wraps it in a message of its own
+            raise RunError(str(run.handle.failure)) from error
+        finally:
+            recorder.close()
+        run.handle.close()
+    if place.rank == 0:
+        say(summary(result, totals, time.monotonic() - started, folder, place.size))
+    return 0
+
+
+def make_folder(config: Config, comm: Comm, device: torch.device, resume: bool) -> Path:
+    """The folder of the run, the same on every rank: rank 0 chooses its number."""
+    runs = Path(config.runs)
+    chosen = choose(runs, config.name, resume) if comm.rank == 0 else 0
+    folder = numbered(runs, config.name, comm.all_gather_size(chosen, device, stage="run")[0])
+
+    def make() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if comm.rank == 0:
+            (folder / "config.toml").write_text(to_toml(config))
+
+    together(comm, device, f"making the folder {folder}", make)
+    return folder
+
+
+def find_and_restore(run: Run, folder: Path) -> int:
+    """Go on from the newest whole checkpoint, if there is one."""
+    path = checkpoint.find(folder / CHECKPOINTS, run.comm, run.device)
+    if path is None:
+        log.info("%s has no checkpoint yet: starting from the beginning", folder)
+        return 0
+    journal_bytes = together(run.comm, run.device, f"loading {path}", lambda: restore(run, path))
+    log.info("resuming from %s", path)
+    return journal_bytes
+
+
+def opening(run: Run, folder: Path) -> str:
+    """What is about to happen."""
+    config, corpus, model = run.config, run.corpus, run.model
+    hours = sum(utterance.seconds for utterance in corpus.train) / 3600
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    return (
+        f"{folder}: lstman4 with {numel:,} parameters, {len(corpus.train)} + {len(corpus.test)} "
+        f"utterances ({hours:.2f} h)\n"
+        f"{run.comm.size} workers x batch {config.batch} on {run.device.type}: "
+        f"{run.steps_per_epoch} steps an epoch, {run.total_steps} in all, "
+        f"{min(config.warmup_steps, run.total_steps)} of them dense, "
+        f"then {config.method} at density {config.density:g}"
+    )

@@ -1,0 +1,177 @@
+"""`Config`: every setting of a run, from a TOML file and flags.
+
+The defaults are the reference's settings for lstman4; a file in `configs/` holds only what it
+changes. Every field is a flag too. A name nobody knows is refused with the nearest one that is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from oktopk.methods import METHODS
+
+SHIPPED = Path(__file__).parent / "configs"
+DEFAULT = "quickstart"
+
+
+def option(default: Any, text: str, *choices: str) -> Any:
+    """A field with the help text of its flag."""
+    return field(default=default, metadata={"help": text, "choices": choices or None})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """One run. Checked when it is made; an error names the field and its value."""
+
+    name: str = option("run", "name of the run; its folder is RUNS/NAME")
+    runs: str = option("runs", "where run folders are made")
+    workers: int = option(8, "processes to start here; a launcher's own number goes before")
+    seed: int = option(0, "of weights, order of batches and augmentation")
+    timeout: float = option(300.0, "seconds a rank waits for the others before it gives up")
+
+    data: str = option("", "folder with manifests (oktopk data); empty: a corpus is spoken")
+    cache: str = option("", "where spectrograms are cached; empty: beside the manifests")
+    augment: bool = option(True, "vary tempo and gain of the training audio")
+    spoken_train: int = option(948, "training utterances of a spoken corpus")
+    spoken_test: int = option(130, "test utterances of a spoken corpus")
+
+    hidden: int = option(800, "width of the LSTM layers")
+    layers: int = option(5, "LSTM layers")
+    bidirectional: bool = option(False, "LSTMs in both directions, instead of the lookahead")
+    channels: int = option(32, "channels of the convolutions")
+
+    epochs: int = option(10, "passes over the training data")
+    max_steps: int = option(0, "stop after so many steps; 0: only epochs count")
+    batch: int = option(8, "utterances per worker and backward pass")
+    accumulate: int = option(1, "backward passes per step; their gradients are averaged")
+    optimizer: str = option("sgd", "the optimizer", "sgd", "adamw")
+    lr: float = option(0.01, "learning rate of the first epoch")
+    lr_decay: float = option(1.01, "epoch e has the rate lr / lr_decay^e")
+    lr_warmup: int = option(0, "steps over which the rate rises linearly to lr")
+    lr_final: float = option(1.0, "the rate goes down to this fraction over the run, by a cosine")
+    momentum: float = option(0.9, "of SGD")
+    weight_decay: float = option(1e-4, "of either optimizer")
+    clip_before: float = option(0.0, "norm each worker clips to before the exchange; 0: off")
+    clip_after: float = option(400.0, "norm all clip to after the exchange; 0: off")
+
+    method: str = option("oktopk", "how gradients are exchanged", *METHODS)
+    density: float = option(0.02, "fraction of the gradient that is kept")
+    warmup_steps: int = option(128, "dense steps before the sparse phase")
+
+    validate_every: int = option(5, "epochs between validations; first and last always")
+    validate_batch: int = option(16, "utterances per validation batch")
+    beam: int = option(0, "width of the beam search; 0: greedy decoding")
+    samples: int = option(4, "decoded utterances to show beside their references")
+
+    log_every: int = option(10, "steps between writes of the metrics, and lines without terminal")
+    histogram_every: int = option(0, "steps between histograms; 0: at activation and per epoch")
+    checkpoint_every: int = option(0, "steps between checkpoints; 0: after each epoch")
+    keep: int = option(2, "checkpoints to keep")
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            _check_type(spec.name, value, type(spec.default))
+            choices = spec.metadata["choices"]
+            if choices and value not in choices:
+                raise ValueError(f"{spec.name} must be one of {', '.join(choices)}, got {value!r}")
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        for name in ("density", "lr_final"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
+        if self.lr <= 0:
+            raise ValueError(f"lr must be positive, got {self.lr}")
+
+
+# the smallest value of the fields that have one
+LEAST = {
+    **dict.fromkeys(("workers", "hidden", "layers", "channels", "epochs", "batch"), 1),
+    **dict.fromkeys(("accumulate", "validate_every", "validate_batch", "log_every", "keep"), 1),
+    **dict.fromkeys(("spoken_train", "spoken_test"), 1),
+    **dict.fromkeys(("max_steps", "lr_warmup", "momentum", "weight_decay", "warmup_steps"), 0),
+    **dict.fromkeys(("clip_before", "clip_after", "beam", "samples", "histogram_every"), 0),
+    **dict.fromkeys(("checkpoint_every",), 0),
+    "timeout": 1.0,
+    "lr_decay": 1.0,
+}
+
+
+def _check_type(name: str, value: Any, kind: type) -> None:
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    if not fits or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{name} must be {TYPE_NAMES[kind]}, got {value!r}")
+
+
+TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def shipped() -> list[str]:
+    """Names of the configs that come along."""
+    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+
+
+def load(name: str) -> Config:
+    """A config that comes along, by name, or a TOML file, by path."""
+    path = Path(name) if name.endswith(".toml") else SHIPPED / f"{name}.toml"
+    if not path.is_file():
+        raise ValueError(
+            f"no config {name!r}: give a file that ends in .toml, or one of {', '.join(shipped())}"
+        )
+    try:
+        values: dict[str, Any] = {"name": path.stem} | tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
+    known = [spec.name for spec in fields(Config)]
+    for key in values:
+        if key not in known:
+            raise ValueError(f"{path}: unknown key {key!r}{nearest(key, known)}")
+    try:
+        return Config(**values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """A hint at what was meant; empty when nothing is near."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def to_toml(config: Config) -> str:
+    """All fields as TOML, help texts as comments. JSON writes numbers, booleans and text alike."""
+    return "".join(
+        f"# {spec.metadata['help']}\n{spec.name} = {json.dumps(getattr(config, spec.name))}\n"
+        for spec in fields(config)
+    )
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for every field; one that is not given leaves the config's value."""
+    for spec in fields(Config):
+        kind = type(spec.default)
+        how: dict[str, Any] = {"type": kind, "choices": spec.metadata["choices"]}
+        if kind is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        elif how["choices"] is None:
+            how["metavar"] = spec.name.rsplit("_", 1)[-1].upper()
+        parser.add_argument(
+            f"--{spec.name.replace('_', '-')}",
+            default=argparse.SUPPRESS,
+            help=f"{spec.metadata['help']} ({spec.default!r})".replace("%", "%%"),
+            **how,
+        )
+
+
+def with_flags(config: Config, args: argparse.Namespace) -> Config:
+    """The config with what was given on the command line."""
+    known = {spec.name for spec in fields(Config)}
+    return replace(config, **{key: value for key, value in vars(args).items() if key in known})

@@ -1,0 +1,77 @@
+"""What a person sees while it runs: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def say(text: str) -> None:
+    """One line to the person in front of it."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+class Bar:
+    """Progress over all steps of a run."""
+
+    def __init__(self, total: int, done: int, every: int) -> None:
+        self._total, self._first, self._every = total, done, every
+        self._started = time.monotonic()
+        self._sent = self._dense = 0
+        self._progress = None
+        if sys.stdout.isatty():
+            columns = ("{task.description}", BarColumn(), "{task.completed}/{task.total}")
+            shown = [TextColumn(c) if isinstance(c, str) else c for c in columns]
+            self._progress = Progress(*shown, TimeRemainingColumn(), console=Console())
+            self._task = self._progress.add_task("", total=total, completed=done)
+            self._progress.start()
+
+    def step(self, entry: dict[str, Any]) -> None:
+        """Show one finished step; its loss is this worker's own."""
+        self._sent += entry["bytes_sent"]
+        self._dense += entry["bytes_dense"]
+        done = entry["step"] + 1
+        if self._progress is not None:
+            self._progress.update(self._task, completed=done, description=self._text(entry))
+        elif done % self._every == 0 or done == self._total:
+            per_step = (time.monotonic() - self._started) / (done - self._first)
+            left = clock(per_step * (self._total - done))
+            say(f"step {done}/{self._total}  {self._text(entry)}  {left} left")
+
+    def _text(self, entry: dict[str, Any]) -> str:
+        loss = "skipped" if entry["skipped"] else f"loss {entry['loss']:.2f}"
+        saved = 1 - self._sent / self._dense if self._dense else 0.0
+        kept = entry["result"] / entry["numel"] if entry["numel"] else 0.0
+        return f"{loss}  {entry['phase']}  density {kept:.2%}  bytes saved {saved:.0%}"
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            say(text)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def clock(seconds: float) -> str:
+    """12:34, or 1:23:45."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in the unit a person would take."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"

@@ -1,0 +1,120 @@
+"""Where the metrics of a run go: the journal, TensorBoard and the person watching.
+
+Every rank has a recorder, because the loss of a step is the mean over ranks; rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oktopk.train.board import Board
+from oktopk.train.console import Bar
+from oktopk.train.journal import Journal
+from oktopk.train.memory import FIELDS, memory
+from oktopk.train.setup import Run
+from oktopk.train.step import PARTS
+from oktopk.train.together import together
+
+
+class Recorder:
+    """Collects the steps between two writes. `flush` and `epoch` are collective."""
+
+    def __init__(self, run: Run, folder: Path, journal_bytes: int) -> None:
+        self._run = run
+        self._pending: list[dict[str, Any]] = []
+        self._asked_to_stop = False
+        self.stops = False
+        """Whether some rank was asked to stop, as all ranks knew at the last flush."""
+        self._handler = signal.signal(signal.SIGTERM, self._note)
+        self._sinks: tuple[Journal, Board, Bar] | None = None
+        if run.comm.rank == 0:
+            done = run.progress.step
+            self._sinks = (
+                Journal(folder / "metrics.jsonl", journal_bytes),
+                Board(folder / "tensorboard", done),
+                Bar(run.total_steps, done, run.config.log_every),
+            )
+
+    def _note(self, *_: object) -> None:
+        self._asked_to_stop = True
+
+    @property
+    def journal_bytes(self) -> int:
+        """How much of the journal is written, on rank 0."""
+        return self._sinks[0].bytes if self._sinks else 0
+
+    def say(self, text: str) -> None:
+        if self._sinks:
+            self._sinks[2].say(text)
+
+    def step(self, entry: dict[str, Any]) -> None:
+        """Take the metrics of a finished step; every few of them are written."""
+        self._pending.append(entry)
+        if self._sinks:
+            self._sinks[2].step(entry)
+        if len(self._pending) >= self._run.config.log_every:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is pending, with the loss averaged over ranks."""
+        run, entries = self._run, self._pending
+        self._pending = []
+        told = [e["loss"] for e in entries] + [float(self._asked_to_stop)]
+        own = torch.tensor(told, dtype=torch.float32, device=run.device)
+        *losses, stop = run.comm.all_gather(own, stage="run").mean(0).tolist()
+        self.stops = stop > 0
+
+        def write() -> None:
+            if self._sinks:
+                written = [e | {"loss": loss} for e, loss in zip(entries, losses, strict=True)]
+                self._sinks[0].write(*written)
+                self._sinks[1].steps(written)
+
+        together(run.comm, run.device, "writing the metrics", write)
+
+    def epoch(self, entry: dict[str, Any]) -> None:
+        """Write the metrics of a finished epoch, with the memory of every rank."""
+        run = self._run
+        own = torch.tensor(list(memory(run.device).values()), device=run.device)
+        rows = run.comm.all_gather(own, stage="run").tolist()
+        entry = entry | {"memory": [dict(zip(FIELDS, row, strict=True)) for row in rows]}
+
+        def write() -> None:
+            if self._sinks:
+                self._sinks[0].write(entry)
+                self._sinks[1].epoch(entry)
+
+        together(run.comm, run.device, "writing the metrics", write)
+        self.say(epoch_line(entry))
+
+    def histograms(self, step: int) -> None:
+        """Gradients and residuals of rank 0, by tensor."""
+        if self._sinks:
+            grads = {
+                name: parameter.grad
+                for name, parameter in self._run.model.named_parameters()
+                if parameter.grad is not None
+            }
+            self._sinks[1].histograms("gradient", grads, step)
+            self._sinks[1].histograms("residual", self._run.handle.residuals, step)
+
+    def close(self) -> None:
+        signal.signal(signal.SIGTERM, self._handler)
+        for sink in self._sinks or ():
+            sink.close()
+
+
+def epoch_line(entry: dict[str, Any]) -> str:
+    """An epoch in one line: losses, error rates where validated, and where a step's time goes."""
+    text = f"epoch {entry['epoch']}  train loss {entry['train_loss']:.3f}"
+    if entry["wer"] is not None:
+        names = {"val loss": "val_loss", "WER": "wer", "CER": "cer"}
+        text += "".join(f"  {shown} {entry[name]:.3f}" for shown, name in names.items())
+    if entry["seconds"]:
+        parts = ", ".join(f"{part} {entry['seconds'][part] * 1e3:.0f}" for part in PARTS)
+        text += f"  (ms per step: {parts})"
+    return text

@@ -1,0 +1,15 @@
+"""The learning rate of a step, in closed form: nothing to save, nothing to drift."""
+
+from __future__ import annotations
+
+import math
+
+from oktopk.train.config import Config
+
+
+def learning_rate(config: Config, epoch: int, step: int, total: int) -> float:
+    """lr / decay^epoch, times a linear rise over the first steps, times a cosine to the end."""
+    rise = min(1.0, (step + 1) / config.lr_warmup) if config.lr_warmup else 1.0
+    along = 0.5 * (1 + math.cos(math.pi * step / total))
+    fall = config.lr_final + (1 - config.lr_final) * along
+    return config.lr / config.lr_decay**epoch * rise * fall

@@ -1,0 +1,164 @@
+"""What a run is made of: the corpus, the model under DDP with oktopk attached, the optimizer."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+
+import oktopk
+from oktopk.comm import Comm
+from oktopk.handle import Handle
+from oktopk.launch import Place
+from oktopk.train.config import Config
+from oktopk.train.data.features import Spectra, open_spectra
+from oktopk.train.data.manifest import Utterance, check, find_manifests, read_manifest
+from oktopk.train.data.speak import speak
+from oktopk.train.errors import RunError
+from oktopk.train.models.lstman4 import Lstman4
+from oktopk.train.together import together
+from oktopk.train.totals import Totals
+
+log = logging.getLogger("oktopk")
+
+DATA = Path("data")
+# torch 2.13 renamed the argument
+_NAMES = signature(DistributedDataParallel.__init__).parameters
+_SYNC_BUFFERS = next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in _NAMES)
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run stands. With the seed it says which batches come next."""
+
+    epoch: int = 0
+    index: int = 0
+    """Steps finished in this epoch."""
+
+    step: int = 0
+    """Steps finished in all."""
+
+    loss_sum: float = 0.0
+    """This rank's losses in this epoch, summed over `loss_count` backward passes."""
+
+    loss_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Training and test utterances, shortest first, and their spectrograms."""
+
+    train: list[Utterance]
+    test: list[Utterance]
+    train_spectra: Spectra
+    test_spectra: Spectra
+
+
+@dataclass(slots=True)
+class Run:
+    """All that a training run holds on one rank."""
+
+    config: Config
+    comm: Comm
+    device: torch.device
+    place: Place
+    corpus: Corpus
+    model: Lstman4
+    ddp: DistributedDataParallel
+    optimizer: Optimizer
+    handle: Handle
+    steps_per_epoch: int
+    total_steps: int
+    progress: Progress = field(default_factory=Progress)
+    totals: Totals = field(default_factory=Totals)
+    skipped_in_a_row: int = 0
+
+
+def prepare_corpus(config: Config, comm: Comm, device: torch.device, place: Place) -> Corpus:
+    """Speak the corpus if there is none, check it, compute its spectrograms; once per machine."""
+    spoken = DATA / f"spoken-{config.spoken_train}-{config.spoken_test}"
+    folder = Path(config.data) if config.data else spoken
+    cache = Path(config.cache) if config.cache else folder / "cache"
+
+    def first() -> None:
+        if place.local_rank == 0:
+            if not config.data and len(list(folder.glob("*_manifest.csv"))) < 2:
+                log.info("speaking a corpus into %s", folder)
+                speak(folder, train=config.spoken_train, test=config.spoken_test)
+            corpus = _open(folder, cache)
+            check(corpus.train, corpus.test)
+
+    together(comm, device, "preparing the data", first)
+    return together(comm, device, "reading the data", lambda: _open(folder, cache))
+
+
+def _open(folder: Path, cache: Path) -> Corpus:
+    train, test = (read_manifest(path) for path in find_manifests(folder))
+    return Corpus(train, test, open_spectra(train, cache), open_spectra(test, cache))
+
+
+def make_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
+    """SGD with momentum as in the reference, or AdamW."""
+    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if config.optimizer == "adamw":
+        return AdamW(model.parameters(), **common)
+    return SGD(model.parameters(), momentum=config.momentum, **common)
+
+
+def set_up(config: Config, comm: Comm, device: torch.device, place: Place) -> Run:
+    """Make everything; every rank starts from the weights of rank 0."""
+    corpus = prepare_corpus(config, comm, device, place)
+    per_step = config.batch * comm.size * config.accumulate
+    steps_per_epoch = len(corpus.train) // per_step
+    if steps_per_epoch == 0:
+        raise RunError(
+            f"{len(corpus.train)} training utterances do not fill one step of {comm.size} workers "
+            f"x batch {config.batch} x accumulate {config.accumulate} = {per_step}: lower batch, "
+            "accumulate or workers"
+        )
+    total = config.epochs * steps_per_epoch
+    total = min(total, config.max_steps) if config.max_steps else total
+    torch.manual_seed(config.seed)
+    model = Lstman4(
+        hidden=config.hidden,
+        layers=config.layers,
+        bidirectional=config.bidirectional,
+        channels=config.channels,
+    ).to(device)
+    ddp = DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        **{
+            _SYNC_BUFFERS: False
+        },  # each rank has the statistics of its batches; validation averages
+    )
+    handle = oktopk.attach(
+        ddp,
+        method=config.method,
+        density=config.density,
+        warmup_steps=config.warmup_steps,
+        clip_before=config.clip_before or None,
+        total_steps=total if comm.rank == 0 else None,
+        timeout=config.timeout,
+    )
+    optimizer = make_optimizer(config, model)
+    return Run(
+        config=config,
+        comm=comm,
+        device=device,
+        place=place,
+        corpus=corpus,
+        model=model,
+        ddp=ddp,
+        optimizer=optimizer,
+        handle=handle,
+        steps_per_epoch=steps_per_epoch,
+        total_steps=total,
+    )

@@ -1,0 +1,42 @@
+"""The end of a run in a few lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from oktopk.train.console import clock, size
+from oktopk.train.totals import Totals
+from oktopk.train.validate import Validation
+
+
+def summary(
+    result: Validation | None, totals: Totals, seconds: float, folder: Path, workers: int
+) -> str:
+    """Error rates, bytes by phase against dense, time, and where everything is."""
+    lines = [f"finished in {clock(seconds)}"]
+    if result is not None:
+        lines.append(
+            f"WER {result.wer:.3f}, CER {result.cer:.3f}, validation loss {result.val_loss:.3f} "
+            f"on {result.utterances} utterances"
+        )
+    lines.append(f"{'':12} {'steps':>6} {'ms/step':>8} {'sent':>10} {'as dense':>10} {'ratio':>7}")
+    rows = {f"{phase} phase": sums for phase, sums in totals.items()}
+    for name, sums in rows.items():
+        lines.append(_row(name, sums.steps, sums.microseconds, sums.bytes_sent, sums.bytes_dense))
+    whole = [
+        sum(getattr(sums, name) for sums in totals.values())
+        for name in ("steps", "microseconds", "bytes_sent", "bytes_dense")
+    ]
+    lines.append(_row("whole run", *whole))
+    lines.append(f"bytes are those of all {workers} workers, headers included")
+    skipped = sum(sums.skipped for sums in totals.values())
+    if skipped:
+        lines.append(f"{skipped} steps were skipped: a gradient was not finite")
+    lines.append(f"run folder: {folder} (metrics.jsonl, tensorboard, checkpoints, config.toml)")
+    return "\n".join(lines)
+
+
+def _row(name: str, steps: int, microseconds: int, sent: int, dense: int) -> str:
+    each = f"{microseconds / steps / 1e3:.0f}" if steps else "-"
+    ratio = f"{dense / sent:.1f}x" if sent else "-"
+    return f"{name:12} {steps:6} {each:>8} {size(sent):>10} {size(dense):>10} {ratio:>7}"

@@ -41,3 +41,13 @@ def world():
     world = World(8)
     yield world
     world.close()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A spoken corpus of 26 utterances to train on and 7 to test."""
+    from oktopk.train.data.speak import speak
+
+    folder = tmp_path_factory.mktemp("spoken")
+    speak(folder, train=26, test=7, seed=3)
+    return str(folder)

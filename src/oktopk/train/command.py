@@ -23,6 +23,8 @@ from oktopk.train.recorder import Recorder
 from oktopk.train.setup import Run, set_up
 from oktopk.train.summary import summary
 from oktopk.train.together import together
+from oktopk.train.totals import Totals
+from oktopk.train.validate import Validation
 
 log = logging.getLogger("oktopk")
 ALONE = Place("none", 0, 1, 0, 1)
@@ -64,26 +66,32 @@ def work(config: Config, place: Place, resume: bool) -> int:
     )
     started = time.monotonic()
     with joined(place, config.timeout) as device:
-        comm = Comm(TorchTransport())
-        folder = make_folder(config, comm, device, resume)
-        run = set_up(config, comm, device, place)
-        journal_bytes = find_and_restore(run, folder) if resume else 0
-        recorder = Recorder(run, folder, journal_bytes)
-        try:
-            recorder.say(opening(run, folder))
-            result = train(run, recorder, folder)
-            totals = run.totals.of_all(comm, device)
-        except RuntimeError as error:
-            if run.handle.failure is None:
-                raise
-            # DDP wraps it in a message of its own
-            raise RunError(str(run.handle.failure)) from error
-        finally:
-            recorder.close()
-        run.handle.close()
+        folder, result, totals = run_all(config, device, place, resume)
     if place.rank == 0:
         say(summary(result, totals, time.monotonic() - started, folder, place.size))
     return 0
+
+
+def run_all(
+    config: Config, device: torch.device, place: Place, resume: bool
+) -> tuple[Path, Validation | None, Totals]:
+    """The run from its folder to its last validation, in the default process group."""
+    comm = Comm(TorchTransport())
+    folder = make_folder(config, comm, device, resume)
+    run = set_up(config, comm, device, place)
+    try:
+        journal_bytes = find_and_restore(run, folder) if resume else 0
+        with Recorder(run, folder, journal_bytes) as recorder:
+            recorder.say(opening(run, folder))
+            result = train(run, recorder, folder)
+        return folder, result, run.totals.of_all(comm, device)
+    except RuntimeError as error:
+        if run.handle.failure is None:
+            raise
+        # DDP wraps it in a message of its own
+        raise RunError(str(run.handle.failure)) from error
+    finally:
+        run.handle.close()
 
 
 def make_folder(config: Config, comm: Comm, device: torch.device, resume: bool) -> Path:

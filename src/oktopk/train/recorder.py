@@ -6,6 +6,8 @@ Every rank has a recorder, because the loss of a step is the mean over ranks; ra
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 
 from oktopk.train.board import Board
 from oktopk.train.console import Bar
+from oktopk.train.errors import RunError
 from oktopk.train.journal import Journal
 from oktopk.train.memory import FIELDS, memory
 from oktopk.train.setup import Run
@@ -74,7 +77,18 @@ class Recorder:
                 self._sinks[0].write(*written)
                 self._sinks[1].steps(written)
 
-        together(run.comm, run.device, "writing the metrics", write)
+        self._write(write)
+
+    def _write(self, write: Callable[[], None]) -> None:
+        def with_advice() -> None:
+            try:
+                write()
+            except OSError as error:
+                raise RunError(
+                    f"the metrics could not be written: {error}. Make room and go on with --resume"
+                ) from error
+
+        together(self._run.comm, self._run.device, "writing the metrics", with_advice)
 
     def epoch(self, entry: dict[str, Any]) -> None:
         """Write the metrics of a finished epoch, with the memory of every rank."""
@@ -88,24 +102,33 @@ class Recorder:
                 self._sinks[0].write(entry)
                 self._sinks[1].epoch(entry)
 
-        together(run.comm, run.device, "writing the metrics", write)
+        self._write(write)
         self.say(epoch_line(entry))
 
     def histograms(self, step: int) -> None:
-        """Gradients and residuals of rank 0, by tensor."""
-        if self._sinks:
-            grads = {
-                name: parameter.grad
-                for name, parameter in self._run.model.named_parameters()
-                if parameter.grad is not None
-            }
-            self._sinks[1].histograms("gradient", grads, step)
-            self._sinks[1].histograms("residual", self._run.handle.residuals, step)
+        """Gradients and residuals of rank 0, by tensor. Collective."""
 
-    def close(self) -> None:
+        def write() -> None:
+            if self._sinks:
+                grads = {
+                    name: parameter.grad
+                    for name, parameter in self._run.model.named_parameters()
+                    if parameter.grad is not None
+                }
+                self._sinks[1].histograms("gradient", grads, step)
+                self._sinks[1].histograms("residual", self._run.handle.residuals, step)
+
+        self._write(write)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close all; when the run failed already, a full disk is not the news."""
         signal.signal(signal.SIGTERM, self._handler)
-        for sink in self._sinks or ():
-            sink.close()
+        with suppress(OSError) if kind else nullcontext():
+            for sink in self._sinks or ():
+                sink.close()
 
 
 def epoch_line(entry: dict[str, Any]) -> str:

@@ -1,0 +1,129 @@
+"""A training run small enough for a test, in ranks of a world or from the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from oktopk.comm import Comm, TorchTransport
+from oktopk.place import Place
+from oktopk.train import checkpoint, loop, step
+from oktopk.train.command import run_all
+from oktopk.train.config import Config
+from oktopk.train.data.problems import DataError
+from oktopk.train.errors import RunError
+
+TINY = {
+    "hidden": 8,
+    "layers": 2,
+    "bidirectional": True,
+    "channels": 2,
+    "batch": 2,
+    "optimizer": "adamw",
+    "lr": 0.01,
+    "density": 0.1,
+    "warmup_steps": 2,
+    "validate_batch": 3,
+    "log_every": 2,
+    "timeout": 20.0,
+}
+
+
+class InterruptedRunError(Exception):
+    """The run was broken off by the test."""
+
+
+def train(group, corpus: str, runs: str, settings: dict, resume: bool, faults: dict | None = None):
+    """One rank's run. Faults: `breaks_at` a step; `nan_at` (rank, first step, last step)."""
+    del group
+    rank, size = dist.get_rank(), dist.get_world_size()
+    config = Config(**(TINY | {"name": "tiny", "data": corpus, "runs": runs} | settings))
+    place = Place("test", rank, size, rank, size)
+    with faulty(rank, **(faults or {})):
+        try:
+            folder, result, totals = run_all(config, torch.device("cpu"), place, resume)
+        except InterruptedRunError:
+            return None
+        except (RunError, DataError) as error:
+            return f"{type(error).__name__}: {error}"
+    return str(folder), result, totals.state()
+
+
+@contextmanager
+def faulty(rank: int, breaks_at: int = -1, nan_at: tuple[int, int, int] = (-1, 0, 0)):
+    """Steps that break off, or have a loss that is not a number."""
+    take_step, loss_of, at = loop.take_step, step.ctc_loss, [0]
+
+    def breaking(run, batches):
+        at[0] = run.progress.step
+        if at[0] == breaks_at:
+            raise InterruptedRunError
+        return take_step(run, batches)
+
+    def poisoned(*args):
+        bad = rank == nan_at[0] and nan_at[1] <= at[0] <= nan_at[2]
+        return loss_of(*args) * (math.nan if bad else 1.0)
+
+    loop.take_step, step.ctc_loss = breaking, poisoned
+    try:
+        yield
+    finally:
+        loop.take_step, step.ctc_loss = take_step, loss_of
+
+
+def entries(folder: str | Path, kind: str) -> list[dict]:
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return [entry for entry in map(json.loads, lines) if entry["kind"] == kind]
+
+
+def timeless(entry: dict) -> dict:
+    """An entry without what differs from run to run: seconds and memory."""
+    clocks = {"select", "exchange", "scatter", "exposed", "data", "forward", "backward"}
+    return {
+        key: value
+        for key, value in entry.items()
+        if key not in clocks | {"optimizer", "whole", "seconds", "memory"}
+    }
+
+
+def newest(folder: str | Path) -> Path:
+    return max((Path(folder) / "checkpoints").glob("step-*"))
+
+
+def found(group, folder: str) -> str:
+    """The checkpoint a resumed run would take."""
+    del group
+    comm = Comm(TorchTransport())
+    return str(checkpoint.find(Path(folder) / "checkpoints", comm, torch.device("cpu")))
+
+
+class Poison:
+    """What a pickle can do when it is loaded without care."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
+def load_poisoned(group, folder: str) -> str:
+    """The error of loading a complete checkpoint that has code in it."""
+    del group
+    comm, device = Comm(TorchTransport()), torch.device("cpu")
+    contents = {checkpoint.rank_file(comm.rank): {"x": Poison(f"{folder}/ran")}}
+    if comm.rank == 0:
+        contents[checkpoint.COMMON] = {}
+    path = checkpoint.save(Path(folder), 1, contents, comm, device)
+    assert checkpoint.find(Path(folder), comm, device) == path
+    try:
+        checkpoint.load(path, comm)
+    except pickle.UnpicklingError as error:
+        return str(error)
+    return "loaded"

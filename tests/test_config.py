@@ -1,0 +1,88 @@
+"""Configs: what ships loads, and what is wrong is named."""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from dataclasses import fields
+
+import pytest
+
+from oktopk.train.config import (
+    SHIPPED,
+    Config,
+    add_flags,
+    load,
+    nearest,
+    shipped,
+    to_toml,
+    with_flags,
+)
+
+
+def test_what_the_issue_names_is_shipped():
+    assert {"quickstart", "lstm_debug", "lstm_extended", "lstm_full", "compact"} <= set(shipped())
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_shipped_config_loads_and_holds_only_differences(name):
+    assert load(name).name == name
+    for key, value in tomllib.loads((SHIPPED / f"{name}.toml").read_text()).items():
+        assert value != getattr(Config(), key), f"{key} is the default already"
+
+
+def test_the_run_of_the_notes():
+    config = load("lstm_extended")
+    assert (config.workers, config.batch, config.epochs, config.lr) == (8, 8, 10, 0.01)
+    assert (config.density, config.warmup_steps, config.method) == (0.02, 128, "oktopk")
+    assert (config.hidden, config.layers, config.bidirectional) == (800, 5, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("densty = 0.1", "unknown key 'densty'; did you mean 'density'"),
+        ("density = 2", r"density must be in \(0, 1\], got 2"),
+        ("batch = 0", "batch must be at least 1, got 0"),
+        ("batch = 2.5", "batch must be a whole number, got 2.5"),
+        ("batch = true", "batch must be a whole number, got True"),
+        ("optimizer = 'lion'", "optimizer must be one of sgd, adamw, got 'lion'"),
+        ("method = 'topk'", "method must be one of dense"),
+        ("lr = 'fast'", "lr must be a number, got 'fast'"),
+        ("lr = -1", "lr must be positive"),
+        ("lr = 0.1 0.2", "toml: "),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_with_the_file(tmp_path, text, message):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        load(str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_a_config_that_is_not_there_names_those_that_are():
+    with pytest.raises(ValueError, match="lstm_extended"):
+        load("lstm_extnded")
+
+
+def test_written_and_read_again_it_is_the_same(tmp_path):
+    config = Config(name='a "quoted" name', lr=1e-9, augment=False, data="δ")
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config))
+    assert load(str(path)) == config
+
+
+def test_every_field_is_a_flag_with_help():
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    text = parser.format_help()
+    for spec in fields(Config):
+        assert f"--{spec.name.replace('_', '-')}" in text
+        assert spec.metadata["help"]
+    args = parser.parse_args(["--no-augment", "--lr", "0.5", "--name", "x"])
+    assert with_flags(Config(), args) == Config(augment=False, lr=0.5, name="x")
+
+
+def test_nothing_near_is_no_hint():
+    assert nearest("zzz", ["density"]) == ""

@@ -1,0 +1,107 @@
+"""What goes wrong in a run loses the steps since the last checkpoint, and no more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import speech
+
+SETTINGS = {"epochs": 2, "checkpoint_every": 2}  # 6 steps an epoch on two ranks
+
+
+def broken_off(worlds, corpus, runs) -> Path:
+    """The folder of a run that ended after step 5, with checkpoints of steps 2 and 4."""
+    assert worlds.run(2, speech.train, corpus, str(runs), SETTINGS, False, {"breaks_at": 5})
+    folder = Path(runs) / "tiny"
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000004"]
+    return folder
+
+
+@pytest.mark.parametrize("name", ["common.pt", "rank-0.pt", "rank-1.pt", "complete.json"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "gone"])
+def test_a_damaged_checkpoint_is_passed_over(worlds, corpus, tmp_path, name, damage):
+    folder = broken_off(worlds, corpus, tmp_path)
+    path = folder / "checkpoints" / "step-00000004" / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 255
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content if damage == "flip" else content[: len(content) // 2])
+    found = worlds.run(2, speech.found, str(folder))
+    assert found == [str(folder / "checkpoints" / "step-00000002")] * 2
+
+
+def test_when_no_checkpoint_is_whole_it_says_so(worlds, corpus, tmp_path):
+    folder = broken_off(worlds, corpus, tmp_path)
+    for path in folder.glob("checkpoints/*/rank-1.pt"):
+        path.write_bytes(path.read_bytes()[:100])
+    for answer in worlds.run(2, speech.train, corpus, str(tmp_path), SETTINGS, True):
+        assert answer.startswith("CheckpointError: no checkpoint in")
+        assert "move the folder away" in answer
+
+
+def test_a_checkpoint_with_code_in_it_is_refused(worlds, corpus, tmp_path):
+    """Loading takes tensors and plain values only, whatever the hash says."""
+    answers = worlds.run(2, speech.load_poisoned, str(tmp_path))
+    assert all("weights_only" in answer.lower() for answer in answers)
+    assert not (tmp_path / "ran").exists()
+
+
+@contextmanager
+def small_disk(path: Path, size: str):
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path]
+    made = subprocess.run(mount, capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip(f"no small disk can be mounted: {made.stderr.decode()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(worlds, corpus, tmp_path):
+    with small_disk(tmp_path, "4m"):
+        folder = broken_off(worlds, corpus, tmp_path)
+        ballast, before = tmp_path / "ballast", speech.newest(folder)
+        room = os.statvfs(tmp_path)
+        ballast.write_bytes(bytes(room.f_bavail * room.f_bsize - 100_000))
+        answers = worlds.run(2, speech.train, corpus, str(tmp_path), SETTINGS, True)
+        assert any("No space left" in answer and "--resume" in answer for answer in answers)
+        assert all("Error" in answer for answer in answers)
+        assert worlds.run(2, speech.found, str(folder)) == [str(before)] * 2
+        ballast.unlink()
+        _, result, _ = worlds.run(2, speech.train, corpus, str(tmp_path), SETTINGS, True)[0]
+        assert result is not None
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_nan_in_the_loss_of_one_rank_is_skipped_by_all(worlds, corpus, tmp_path, at):
+    """In the dense phase and in the sparse one."""
+    settings = {"epochs": 1, "checkpoint_every": 0}
+    answers = worlds.run(
+        2, speech.train, corpus, str(tmp_path), settings, False, {"nan_at": (1, at, at)}
+    )
+    folder, result, totals = answers[0]
+    steps = speech.entries(folder, "step")
+    assert [entry["skipped"] for entry in steps] == [step == at for step in range(6)]
+    assert steps[at]["loss"] is None  # JSON has no NaN
+    assert result.val_loss < float("inf")
+    assert sum(phase[1] for phase in totals) == 1
+
+
+def test_a_loss_that_stays_nan_ends_the_run_on_all_ranks(worlds, corpus, tmp_path):
+    settings = {"epochs": 9}
+    for answer in worlds.run(
+        2, speech.train, corpus, str(tmp_path), settings, False, {"nan_at": (0, 3, 99)}
+    ):
+        assert answer.startswith("DivergedError: rank")
+        assert "lower lr" in answer and "--resume" in answer

@@ -34,7 +34,7 @@ ACCENTS = {
 # Voices of the test speak in no training utterance, in no accent.
 VOICES = {
     "train": "m1 m2 m3 m4 m6 m8 f1 f2 f4 f5 Andrea adam belinda david edward steph".split(),
-    "val": "m7 f3 linda michael paul".split(),
+    "val": "m7 f3 linda Michael paul".split(),
 }
 PER_SPEAKER = {"train": 13, "val": 10}  # utterances, as in AN4
 

@@ -13,6 +13,7 @@ from oktopk.train.data.batches import GAIN_DB, TEMPO, augmentation, collate, pla
 from oktopk.train.data.features import BINS, at_tempo, features, open_spectra, spectrogram
 from oktopk.train.data.labels import encode
 from oktopk.train.data.manifest import Utterance
+from oktopk.train.data.problems import DataError
 from recordings import RATE, save, tone
 
 TEXTS = ["GO", "NO NO", "MAY FIRST", "B B A", "STOP", "R U B"]
@@ -104,6 +105,15 @@ def test_a_cache_that_could_not_be_finished_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         open_spectra([Utterance(path, "GO", 1.0)], tmp_path / "cache", interrupt)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_damaged_cache_is_named(tmp_path):
+    utterances = [Utterance(save(tmp_path / "a", tone(), "wav"), "GO", 1.0)]
+    open_spectra(utterances, tmp_path / "cache")
+    (path,) = (tmp_path / "cache").iterdir()
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"\.spectra is damaged: remove it"):
+        open_spectra(utterances, tmp_path / "cache")
 
 
 SIZES = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import soundfile
 
 from oktopk.cli import parser
 from oktopk.train.data.an4 import convert
+from oktopk.train.data.commands import ACTIONS
 from oktopk.train.data.manifest import (
     Utterance,
     check,
@@ -136,6 +139,16 @@ def test_an4_with_a_defect_is_refused_whole(tmp_path, capsys, how, message):
     assert "oktopk data an4: " in capsys.readouterr().err
 
 
+def test_all_defects_of_an4_are_named_together(tmp_path):
+    root = an4_like(tmp_path / "an4")
+    for how in ("silent", "speaker"):
+        spoil(root, how)
+    (root / "wav/an4test_clstk/fcaw/an4-fcaw-b.raw").unlink()
+    with pytest.raises(DataError) as error:
+        convert(root, tmp_path / "out")
+    assert len(error.value.problems) == 3
+
+
 def utterance(path: Path, text: str = "GO", seconds: float = 1.0) -> Utterance:
     samples = tone(seconds)
     soundfile.write(path, samples, RATE)
@@ -255,3 +268,19 @@ def test_the_real_an4(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "897 utterances, 0.70 hours (1.0 to 6.4 s), 74 speakers" in said
     assert "130 utterances, 0.10 hours (0.7 to 6.2 s), 10 speakers" in said
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_every_action_has_help_with_an_example(capsys, action):
+    with pytest.raises(SystemExit, match="0"):
+        command(action, "--help")
+    assert f"example: oktopk data {action} " in capsys.readouterr().out
+
+
+def test_other_commands_need_no_extra():
+    code = (
+        "import sys, oktopk.cli; oktopk.cli.parser();"
+        "print({'soundfile', 'espeakng_loader', 'oktopk.train'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

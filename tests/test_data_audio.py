@@ -126,6 +126,11 @@ def test_each_defect_of_raw_files_has_its_message(tmp_path, data, message):
         audio.read_raw(path, "big")
 
 
+def test_raw_files_belong_to_an4(tmp_path):
+    with pytest.raises(DataError, match=r"x.raw has no header: `oktopk data an4`"):
+        audio.duration(save(tmp_path / "x", tone(), "big-endian"))
+
+
 def test_a_long_list_of_problems_is_cut_and_counted():
     error = DataError(f"file {i}" for i in range(50))
     assert str(error).startswith("50 problems") and str(error).endswith("and 30 more")

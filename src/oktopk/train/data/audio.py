@@ -97,6 +97,8 @@ def _header(path: Path) -> Any:
         raise DataError([f"{path} is missing"])
     if path.stat().st_size == 0:
         raise DataError([f"{path} is empty: copy it again"])
+    if path.suffix == ".raw":
+        raise DataError([f"{path} has no header: `oktopk data an4` makes WAV files of raw ones"])
     sound = extra("soundfile")
     try:
         info = sound.info(path)

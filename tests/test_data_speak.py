@@ -122,6 +122,9 @@ def test_the_command_speaks_and_reports(tmp_path, capsys):
     args = parser().parse_args([*words, "--train", "0"])
     assert args.run(args) == 1
     assert "cannot speak 0 training" in capsys.readouterr().err
+    args = parser().parse_args([*words, "--seed", "-1"])
+    assert args.run(args) == 1
+    assert "the seed must not be negative, got -1" in capsys.readouterr().err
 
 
 def test_the_command_and_the_function_have_the_same_defaults():

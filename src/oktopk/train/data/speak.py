@@ -70,6 +70,8 @@ def speak(
     """
     if min(train, test) < 1:
         raise DataError([f"cannot speak {train} training and {test} test utterances: one at least"])
+    if seed < 0:
+        raise DataError([f"the seed must not be negative, got {seed}"])
     parts = [_cast("train", train, seed), _cast("val", test, seed)]
     sounds = iter(_say([speaker.request(text) for part in parts for speaker, text in part]))
     manifests = []

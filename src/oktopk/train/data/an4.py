@@ -28,12 +28,15 @@ def convert(source: Path, out: Path, prune: bool = False) -> tuple[Path, Path]:
     come last: where they are, all else is. With `prune`, training leaves out what the reference
     does (under 1 s, over 15 s).
     """
+    problems: list[str] = []
     with _opened(source) as root:
-        listed = {part: _listed(root, part) for part in PARTS}
-        _refuse_shared_speakers(listed)
-        recordings = _load([item for items in listed.values() for item in items])
+        listed = {part: _listed(root, part, problems) for part in PARTS}
+        recordings = _load([path for items in listed.values() for path, _ in items], problems)
+        problems += _shared_speakers(listed)
+        if problems:
+            raise DataError(problems)
         manifests = [
-            _write(out, part, [(file.stem, recordings[file], text) for file, text in items], prune)
+            _write(out, part, [(path.stem, recordings[path], text) for path, text in items], prune)
             for part, items in listed.items()
         ]
     return manifests[0], manifests[1]
@@ -63,21 +66,18 @@ def _root(folder: Path, source: Path) -> Path:
     raise DataError([f"{source} is not AN4: it has no etc/an4_train.fileids"])
 
 
-def _listed(root: Path, part: str) -> list[tuple[Path, str]]:
-    """Recording and transcript of every line of one list."""
-    names, texts = (
-        _lines(root / "etc" / f"an4_{part}.{kind}") for kind in ("fileids", "transcription")
-    )
-    transcripts = dict(_transcript(line) for line in texts)
-    problems, listed = [], []
-    for name in names:
+def _listed(root: Path, part: str, problems: list[str]) -> list[tuple[Path, str]]:
+    """Recording and transcript of every good line of one list; what is wrong is added."""
+    etc = root / "etc"
+    transcripts = dict(map(_transcript, _lines(etc / f"an4_{part}.transcription")))
+    listed = []
+    for name in _lines(etc / f"an4_{part}.fileids"):
         stem = Path(name).name
         found = [path for kind in KINDS if (path := root / "wav" / f"{name}{kind}").is_file()]
         text = transcripts.get(stem)
         if not found:
-            problems.append(
-                f"wav/{name} ({', '.join(KINDS)}) is missing; an4_{part}.fileids lists it"
-            )
+            kinds = ", ".join(KINDS)
+            problems.append(f"wav/{name} ({kinds}) is missing; an4_{part}.fileids lists it")
         elif text is None:
             problems.append(f"{stem} has no line in an4_{part}.transcription")
         elif not text or unknown(text):
@@ -85,8 +85,6 @@ def _listed(root: Path, part: str) -> list[tuple[Path, str]]:
             problems.append(f"{stem}: {what} transcript {text!r} in an4_{part}.transcription")
         else:
             listed.append((found[0], text))
-    if problems:
-        raise DataError(problems)
     return listed
 
 
@@ -102,18 +100,17 @@ def _transcript(line: str) -> tuple[str, str]:
     return (parts[2], clean(parts[1])) if parts else (line, "")
 
 
-def _refuse_shared_speakers(listed: dict[str, list[tuple[Path, str]]]) -> None:
-    train, test = ({speaker(path) for path, _ in items} - {None} for items in listed.values())
-    if shared := sorted(str(name) for name in train & test):
-        raise DataError([f"speaker {name} is in the training and the test list" for name in shared])
+def _shared_speakers(listed: dict[str, list[tuple[Path, str]]]) -> list[str]:
+    train, test = ({speaker(path) or "" for path, _ in items} - {""} for items in listed.values())
+    return [f"speaker {name} is in the training and the test list" for name in sorted(train & test)]
 
 
-def _load(items: list[tuple[Path, str]]) -> dict[Path, np.ndarray]:
-    """All recordings, or all that is wrong with them."""
-    raw = [path for path, _ in items if path.suffix == ".raw" and path.stat().st_size]
+def _load(paths: list[Path], problems: list[str]) -> dict[Path, np.ndarray]:
+    """All recordings that can be trained on; what is wrong with the others is added."""
+    raw = [path for path in paths if path.suffix == ".raw" and path.stat().st_size]
     order = byte_order(raw[:: len(raw) // LOOKED_AT + 1]) if raw else ""
-    recordings, problems = {}, []
-    for path, _ in items:
+    recordings = {}
+    for path in paths:
         try:
             samples = read_raw(path, order) if path.suffix == ".raw" else read_audio(path)
         except DataError as error:
@@ -122,8 +119,6 @@ def _load(items: list[tuple[Path, str]]) -> dict[Path, np.ndarray]:
         if silent(samples):
             problems.append(f"{path} is silent")
         recordings[path] = samples
-    if problems:
-        raise DataError(problems)
     return recordings
 
 

@@ -6,6 +6,7 @@ their headers promise are compared with the file first.
 
 from __future__ import annotations
 
+import wave
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,9 @@ def silent(samples: np.ndarray) -> bool:
 def write_wav(path: Path, samples: np.ndarray) -> None:
     """Write 16-bit PCM. 16-bit samples that were read come back as they were."""
     whole = np.clip(np.rint(samples * FULL_SCALE), -FULL_SCALE, FULL_SCALE - 1)
-    extra("soundfile").write(path, whole.astype(np.int16), RATE, subtype="PCM_16", format="WAV")
+    with wave.open(str(path), "wb") as file:  # soundfile would wait for the disk each time
+        file.setparams((1, 2, RATE, 0, "NONE", ""))
+        file.writeframes(whole.astype("<i2").tobytes())
 
 
 def byte_order(paths: Iterable[Path]) -> str:
@@ -94,6 +97,8 @@ def _header(path: Path) -> Any:
         raise DataError([f"{path} is missing"])
     if path.stat().st_size == 0:
         raise DataError([f"{path} is empty: copy it again"])
+    if path.suffix == ".raw":
+        raise DataError([f"{path} has no header: `oktopk data an4` makes WAV files of raw ones"])
     sound = extra("soundfile")
     try:
         info = sound.info(path)

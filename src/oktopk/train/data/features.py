@@ -26,6 +26,7 @@ from torch import Tensor
 
 from oktopk.train.data.audio import read_audio
 from oktopk.train.data.manifest import Utterance
+from oktopk.train.data.problems import DataError
 
 WINDOW, HOP = 320, 160
 BINS = WINDOW // 2 + 1
@@ -106,10 +107,12 @@ def open_spectra(
         cache.mkdir(parents=True, exist_ok=True)
         _build(utterances, path, progress)
     count = len(utterances)
-    content = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+    size = path.stat().st_size
+    content = torch.from_file(str(path), size=size, dtype=torch.uint8)
     frames = content[: 8 * count].view(torch.int64).clone()
+    if size != 8 * count + 4 * BINS * int(frames.sum()):
+        raise DataError([f"{path} is damaged: remove it, it will be made again"])
     rows = content[8 * count :].view(torch.float32).view(-1, BINS)
-    assert len(rows) == int(frames.sum()), f"{path} is damaged: remove it"
     return Spectra(frames, frames.cumsum(0) - frames, rows)
 
 

@@ -91,11 +91,11 @@ def check(train: list[Utterance], test: list[Utterance]) -> None:
             for path, count in seen.items()
             if count > 1
         ]
-    speakers, heard = ({speaker(u.audio) for u in part} - {None} for part in (train, test))
+    speakers, heard = ({speaker(u.audio) or "" for u in part} - {""} for part in (train, test))
     problems += [
         f"speaker {name} is in the training list and in the test list: the test would not be of "
         "unknown voices; remove the lines from one of them"
-        for name in sorted(str(name) for name in speakers & heard)
+        for name in sorted(speakers & heard)
     ]
     both = {u.audio.resolve() for u in train} & {u.audio.resolve() for u in test}
     problems += [f"{path} is in the training list and in the test list" for path in sorted(both)]

@@ -34,7 +34,7 @@ ACCENTS = {
 # Voices of the test speak in no training utterance, in no accent.
 VOICES = {
     "train": "m1 m2 m3 m4 m6 m8 f1 f2 f4 f5 Andrea adam belinda david edward steph".split(),
-    "val": "m7 f3 linda michael paul".split(),
+    "val": "m7 f3 linda Michael paul".split(),
 }
 PER_SPEAKER = {"train": 13, "val": 10}  # utterances, as in AN4
 
@@ -70,6 +70,8 @@ def speak(
     """
     if min(train, test) < 1:
         raise DataError([f"cannot speak {train} training and {test} test utterances: one at least"])
+    if seed < 0:
+        raise DataError([f"the seed must not be negative, got {seed}"])
     parts = [_cast("train", train, seed), _cast("val", test, seed)]
     sounds = iter(_say([speaker.request(text) for part in parts for speaker, text in part]))
     manifests = []

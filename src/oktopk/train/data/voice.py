@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import struct
 import sys
 from typing import Any
@@ -42,7 +43,10 @@ def main(library: str, data: str) -> None:
     espeak.espeak_SetSynthCallback(collect)
     for line in sys.stdin:
         request = json.loads(line)
-        if espeak.espeak_SetVoiceByName(request["voice"].encode()) != 0:
+        known = espeak.espeak_SetVoiceByName(request["voice"].encode()) == 0
+        # It takes an unknown variant ("en-us+nobody") for none, without a word.
+        variant = request["voice"].partition("+")[2]
+        if not known or not os.path.exists(os.path.join(data, "voices", "!v", variant)):
             sys.exit(f"espeak-ng has no voice {request['voice']} in {data}")
         for name, number in PARAMETERS.items():
             espeak.espeak_SetParameter(number, request[name], 0)

@@ -146,11 +146,15 @@ def test_every_rank_has_the_same_number_of_full_batches(count, batch, ranks, epo
 
 @settings(max_examples=100, deadline=None)
 @given(count=SIZES["count"], batch=SIZES["batch"], ranks=SIZES["ranks"], epoch=SIZES["epoch"])
-def test_the_same_bins_are_dealt_to_any_number_of_ranks(count, batch, ranks, epoch):
-    """When nothing is left over: ranks change who computes, not what is in a batch or its order."""
-    count = max(1, count // (batch * ranks)) * batch * ranks
-    alone = [bin_ for step in plan(count, batch, 1, epoch, 3) for bin_ in step]
-    assert alone == [bin_ for step in plan(count, batch, ranks, epoch, 3) for bin_ in step]
+def test_ranks_change_who_computes_not_what_is_in_a_step(count, batch, ranks, epoch):
+    """One rank with the whole batch takes the same steps; and no rank has all the long ones."""
+    count = max(count, batch * ranks)
+    alone = plan(count, batch * ranks, 1, epoch, 3)
+    dealt = plan(count, batch, ranks, epoch, 3)
+    assert [sorted(step[0]) for step in alone] == [sorted(sum(step, [])) for step in dealt]
+    for step in dealt:
+        assert max(step[-1]) == max(sum(step, []))
+        assert all(a < b for one, other in pairwise(step) for a, b in zip(one, other, strict=True))
 
 
 def test_epochs_differ_and_leave_nobody_out():

@@ -46,10 +46,11 @@ def plan(
 ) -> list[list[list[int]]]:
     """The utterances of every step and rank in an epoch: `plan(...)[step][rank]`.
 
-    Utterances are numbered by duration. Bins of `batch` neighbours are dealt in an order seeded by
-    the epoch; every rank gets a full bin in each of `count // (batch * ranks)` steps. What is left
-    over is drawn anew each epoch, so that nothing is left out for good. Without `shuffle` the
-    bins stay in order, shortest first.
+    Utterances are numbered by duration. A step takes `batch * ranks` neighbours and deals them out
+    like cards, so all ranks have about the same work and none waits for the longest recording of
+    another; the order of the steps is seeded by the epoch. The step depends on `batch * ranks`
+    alone: 4 ranks of 4 do what 1 rank of 16 does. What is left over is drawn anew each epoch, so
+    that nothing is left out for good. Without `shuffle` the steps stay in order, shortest first.
     """
     steps = count // (batch * ranks)
     if steps == 0:
@@ -59,10 +60,8 @@ def plan(
         )
     chance = np.random.default_rng([ORDER, seed, epoch])
     kept = np.sort(chance.permutation(count)[: steps * ranks * batch])
-    bins = kept.reshape(steps * ranks, batch)
-    if shuffle:
-        bins = bins[chance.permutation(len(bins))]
-    return bins.reshape(steps, ranks, batch).tolist()
+    dealt = kept.reshape(steps, batch, ranks).transpose(0, 2, 1)
+    return (dealt[chance.permutation(steps)] if shuffle else dealt).tolist()
 
 
 def shard(count: int, batch: int, ranks: int, rank: int) -> list[list[int]]:

@@ -72,6 +72,17 @@ def test_tensorboard_has_scalars_and_histograms_around_activation(finished):
     assert {1, 2, 3} <= set(drawn)  # the last dense step, the first two sparse ones
 
 
+def test_what_travelled_is_counted_by_tensor(finished):
+    steps = speech.entries(finished[0][0], "step")
+    counted = speech.entries(finished[0][0], "tensors")
+    assert [entry["step"] for entry in counted] == [1, 2, 3, 7, 11]
+    large = "rnns.0.rnn.weight_ih_l0"
+    for entry in counted[1:]:
+        # a sum of entries may be zero by chance, or below the smallest float: kept, and not seen
+        assert 0.9 < sum(entry["kept"].values()) / steps[entry["step"]]["result"] <= 1
+        assert entry["kept"][large] < entry["of"][large]
+
+
 def test_validation_has_the_same_numbers_on_any_number_of_ranks(worlds, corpus, tmp_path):
     """The same weights: no step is taken that could change them."""
     settings = {"max_steps": 1, "lr": 1e-30, "weight_decay": 0.0, "batch": 1}

@@ -106,7 +106,7 @@ class Recorder:
         self.say(epoch_line(entry))
 
     def histograms(self, step: int) -> None:
-        """Gradients and residuals of rank 0, by tensor. Collective."""
+        """Gradients and residuals of rank 0 and how much of each tensor travelled. Collective."""
 
         def write() -> None:
             if self._sinks:
@@ -115,6 +115,9 @@ class Recorder:
                     for name, parameter in self._run.model.named_parameters()
                     if parameter.grad is not None
                 }
+                kept = {name: int(torch.count_nonzero(grad)) for name, grad in grads.items()}
+                sizes = {name: grad.numel() for name, grad in grads.items()}
+                self._sinks[0].write({"kind": "tensors", "step": step, "kept": kept, "of": sizes})
                 self._sinks[1].histograms("gradient", grads, step)
                 self._sinks[1].histograms("residual", self._run.handle.residuals, step)
 

@@ -1,0 +1,179 @@
+"""`oktopk train` as people start it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_launch import environment
+
+import speech
+
+RUN = [sys.executable, "-m", "oktopk", "train"]
+SMALL = [
+    item
+    for name, value in (speech.TINY | {"bidirectional": None}).items()
+    for item in (f"--{name.replace('_', '-')}", *([] if value is None else [str(value)]))
+]
+LIMIT = 100
+
+
+def flags(corpus, runs, *more: str) -> list[str]:
+    return [*SMALL, "--data", corpus, "--runs", str(runs), "--name", "tiny", *more]
+
+
+def finish(command: list[str]) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_healthy_run_says_what_matters_and_warns_of_nothing(corpus, tmp_path, workers):
+    done = finish([*RUN, *flags(corpus, tmp_path, "--epochs", "1", "--workers", str(workers))])
+    assert done.returncode == 0, done.stderr
+    whole = done.stdout + done.stderr
+    assert "warning" not in whole.lower() and "Traceback" not in whole
+    assert f"{workers} workers x batch 2 on cpu" in done.stdout
+    assert "step 2: the sparse phase begins" in whole
+    assert re.search(r"epoch 0  train loss \d+\.\d+  val loss \d+\.\d+  WER \d\.\d+", done.stdout)
+    assert "said  " in done.stdout and "heard " in done.stdout
+    assert re.search(r"sparse phase +\d+ +\d+", done.stdout)
+    assert f"run folder: {tmp_path}/tiny" in done.stdout
+    assert {path.name for path in (tmp_path / "tiny").iterdir()} == {
+        "config.toml",
+        "metrics.jsonl",
+        "tensorboard",
+        "checkpoints",
+    }
+
+
+def test_a_run_too_short_for_the_sparse_phase_says_so_at_the_start(corpus, tmp_path):
+    """As lstm_debug is: all of it is warm-up."""
+    more = ("--max-steps", "2", "--warmup-steps", "9", "--workers", "1")
+    done = finish([*RUN, *flags(corpus, tmp_path, *more)])
+    assert "the run has 2 steps and the warm-up 9: it will never be sparse" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--densty", "0.1"], "did you mean '--density'"),
+        (["--density", "7"], "density must be in (0, 1], got 7.0"),
+        (["--config", "lstm_ful"], "lstm_full"),
+        (["--data", "/nowhere", "--workers", "1"], "/nowhere"),
+        (["--workers", "0"], "workers"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(tmp_path, arguments, message):
+    done = finish([*RUN, "--runs", str(tmp_path), *arguments])
+    assert done.returncode
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def worker(parent: subprocess.Popen, variable: str) -> int:
+    """The child that has this in its environment, once it is there."""
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline:
+        listed = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        for pid in listed:
+            if variable.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return int(pid)
+        time.sleep(0.05)
+    raise AssertionError(f"no child with {variable}")
+
+
+def wait_for_checkpoint(folder: Path) -> None:
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline and not list(folder.glob("checkpoints/*/complete.json")):
+        time.sleep(0.05)
+
+
+def kill_one(command: list[str], variable: str, folder: Path) -> tuple[int, str, str]:
+    """Start, kill the worker after the first checkpoint, and see how it ends."""
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        pid = worker(process, variable)
+        wait_for_checkpoint(folder)
+        os.kill(pid, signal.SIGKILL)
+        out, err = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+ENDLESS = ("--epochs", "400", "--checkpoint-every", "3", "--validate-every", "1000")
+
+
+def test_a_killed_worker_loses_only_the_steps_since_the_checkpoint(corpus, tmp_path):
+    folder = tmp_path / "tiny"
+    command = [*RUN, *flags(corpus, tmp_path, "--workers", "2", *ENDLESS)]
+    code, _, err = kill_one(command, "OKTOPK_RANK=1", folder)
+    assert code and "rank 1 of 2 was killed by SIGKILL" in err
+    reached = int(speech.newest(folder).name.removeprefix("step-"))
+    more = ("--workers", "2", "--resume", *ENDLESS, "--max-steps", str(reached + 1))
+    resumed = finish([*RUN, *flags(corpus, tmp_path, *more)])
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resuming from {folder}/checkpoints/step-{reached:08}" in resumed.stderr
+    steps = [entry["step"] for entry in speech.entries(folder, "step")]
+    assert steps == list(range(reached + 1))
+
+
+def test_torchrun_restarts_after_a_lost_worker_and_goes_on(corpus, tmp_path):
+    folder = tmp_path / "tiny"
+    steps = ("--epochs", "4", "--checkpoint-every", "2", "--validate-every", "1000", "--resume")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.2"]
+    command = [*torchrun, "-m", "oktopk", "train", *flags(corpus, tmp_path, *steps)]
+    code, out, err = kill_one(command, "LOCAL_RANK=1", folder)
+    assert code == 0, err
+    assert "resuming from" in err and "run folder" in out
+    assert [entry["step"] for entry in speech.entries(folder, "step")] == list(range(24))
+
+
+def test_being_asked_to_stop_saves_first(corpus, tmp_path):
+    command = [*RUN, *flags(corpus, tmp_path, "--workers", "2", *ENDLESS)]
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        wait_for_checkpoint(tmp_path / "tiny")
+        process.terminate()
+        _, err = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+    saved = re.search(r"stopped and saved at step (\d+): go on with --resume", err)
+    assert saved and process.returncode
+    assert speech.newest(tmp_path / "tiny").name == f"step-{int(saved[1]):08}"
+
+
+def test_the_full_size_passes_from_dense_to_sparse(corpus, tmp_path):
+    """lstm_extended with a shorter warm-up: 98 % of 27.6 million entries stay home."""
+    more = [
+        "--workers",
+        "2",
+        "--batch",
+        "1",
+        "--warmup-steps",
+        "1",
+        "--max-steps",
+        "3",
+        "--validate-batch",
+        "7",
+    ]
+    run = [*RUN, "--config", "lstm_extended", "--data", corpus, "--runs", str(tmp_path), *more]
+    done = finish(run)
+    assert done.returncode == 0, done.stderr
+    assert "27,569,568 parameters" in done.stdout
+    steps = speech.entries(tmp_path / "lstm_extended", "step")
+    assert [entry["phase"] for entry in steps] == ["dense", "sparse", "sparse"]
+    for entry in steps[1:]:
+        assert 1 - entry["sparsity"] == pytest.approx(0.02, rel=0.1)

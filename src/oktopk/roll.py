@@ -26,15 +26,21 @@ import torch.distributed as dist
 from oktopk.place import LaunchError, Place
 
 Roll = list[dict[str, Any]]
+HEARD_SECONDS = 1.0
+"""What the others have to hear who is missing, before rank 0 leaves and its store with it."""
 
 
 def call_roll(store: dist.Store, place: Place, timeout: float) -> tuple[dist.Store, Roll]:
     """A page of the store that only these ranks write on, and what each said of itself."""
     mine = _word()
-    if place.rank == 0:
-        page, roll = mine["word"], _gather_words(store, mine, place, timeout)
-    else:
-        page, roll = _answer(store, mine, place, timeout)
+    try:
+        if place.rank == 0:
+            page, roll = mine["word"], _gather_words(store, mine, place, timeout)
+        else:
+            page, roll = _answer(store, mine, place, timeout)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise LaunchError(f"{place}: the store of the job is gone, see rank 0: {reason}") from error
     if isinstance(roll, str):
         raise LaunchError(f"{place}: {roll}")
     return dist.PrefixStore(f"oktopk/{page}", store), roll
@@ -63,11 +69,16 @@ def _gather_words(store: dist.Store, mine: dict, place: Place, timeout: float) -
     else:
         roll = [mine, *(json.loads(store.get(key)) for key in others.values())]
     store.set(f"{page}/roll", json.dumps(roll))
+    if isinstance(roll, str):
+        time.sleep(HEARD_SECONDS)
     return roll
 
 
 def _answer(store: dist.Store, mine: dict, place: Place, timeout: float) -> tuple[str, Roll | str]:
-    deadline, answered = time.monotonic() + timeout + 1, ""  # rank 0 says first who is missing
+    deadline, answered = (
+        time.monotonic() + timeout + HEARD_SECONDS,
+        "",
+    )  # rank 0 says first who is missing
     while time.monotonic() < deadline:
         page = store.get("oktopk/page").decode() if store.check(["oktopk/page"]) else ""
         if page and page != answered:

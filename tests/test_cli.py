@@ -40,7 +40,9 @@ def test_check_alone(capsys):
 def test_check_says_what_a_launcher_left_out():
     done = run(sys.executable, "-m", "oktopk", "check", OMPI_COMM_WORLD_RANK="1")
     assert done.returncode == 1
-    assert done.stderr.startswith("oktopk: the environment looks like mpirun's, but OMPI_COMM_")
+    assert done.stderr.startswith(
+        "oktopk: LaunchError: the environment looks like mpirun's, but OMPI_COMM_"
+    )
 
 
 @pytest.mark.parametrize("command", ["methods", "check"])

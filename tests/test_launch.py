@@ -348,10 +348,10 @@ def test_the_rank_that_failed_is_heard_and_the_others_in_a_line(workers, capfd):
 
 
 def test_what_all_ranks_say_is_said_once(workers, capfd):
-    workers("sys.exit('no such data set')")
+    workers("sys.exit(f'[rank{rank}]: no such data set\\n[W1 socket.cpp] left')")
     assert start_workers(3, []) == 1
     said = capfd.readouterr().err.splitlines()
-    assert said[0] == "no such data set" and len(said) == 2, said
+    assert said[0] == "[rank0]: no such data set" and len(said) == 3, said
 
 
 def test_the_others_end_when_one_is_killed(workers, capfd, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from oktopk.comm import ExchangeError
 from oktopk.methods import METHODS
 from oktopk.version import __version__
 
@@ -54,7 +55,7 @@ def main() -> None:
     args = parser().parse_args()
     try:
         sys.exit(args.run(args))
-    except LaunchError as error:  # it says what to do; where it was raised does not help
-        sys.exit(f"oktopk: {error}")
+    except (LaunchError, ExchangeError) as error:  # it says all; where it was raised does not help
+        sys.exit(f"oktopk: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -10,6 +10,7 @@ failed in full, the rest in one line each.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -177,9 +178,10 @@ def _report(failed: dict[int, int], cause: int, workers: int, said: list[Path]) 
 
 
 def _last(said: Path) -> str:
-    """The last line that is not a warning of torch's, as it leaves."""
+    """The last line that is no warning of torch's, without the rank that torch puts before it."""
     lines = said.read_text(errors="replace").splitlines()
-    return next((line for line in reversed(lines) if line and not line.startswith("[W")), "")
+    last = next((line for line in reversed(lines) if line and not line.startswith("[W")), "")
+    return re.sub(r"^\[rank\d+\]: ", "", last)
 
 
 def _signal_name(number: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,33 @@ def test_workers_that_torchrun_restarts_meet_again():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == "ranks [0, 1] life 1\n"
+
+
+def test_a_job_grows_when_a_second_agent_comes():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    command = f"--nnodes 1:2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint {endpoint} "
+    command += f"--rdzv-id grows --rdzv-conf last_call_timeout=1 {HERE / 'grown.py'}"
+    agents: list[subprocess.Popen] = []
+    try:
+        for first_word in ("alone\n", "ranks [0, 1]\n"):
+            agents.append(
+                subprocess.Popen(
+                    [*TORCHRUN, *command.split()],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env={**ENV, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # docs/launch.md
+                )
+            )
+            assert agents[-1].stdout.readline() == first_word
+        assert agents[0].communicate(timeout=60)[0] == "ranks [0, 1]\n"
+        agents[1].communicate(timeout=60)
+        assert [agent.returncode for agent in agents] == [0, 0]
+    finally:
+        for agent in agents:
+            agent.terminate()  # torchrun ends its workers then
+            agent.communicate(timeout=60)
 
 
 def ip(*words: object) -> subprocess.CompletedProcess:

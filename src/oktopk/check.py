@@ -22,42 +22,42 @@ from oktopk.methods import METHODS
 from oktopk.reducer import Reducer
 
 WORKERS, NUMEL, DENSITY = 2, 20_000, 0.02
-STEPS = {False: 36, True: 4}  # whole or quick; Ok-Topk moves its regions every 32 steps or so
+STEPS, QUICK_STEPS = 36, 4
 MEGABYTE = 2**20
 
 
-def check(workers: int | None, timeout: float, steps: int, argv: list[str]) -> int:
+def check(workers: int | None, timeout: float, quick: bool, argv: list[str]) -> int:
     """Run the self-test; 0 when everything holds. Starts workers if no launcher has."""
     place = find_place()
     if number := workers_to_start(place, workers, WORKERS):
         return start_workers(number, argv)
     with joined(place, timeout) as device:
-        return _check_rank(place.launcher if place else "oktopk", device, steps)
+        return _check_rank(place.launcher if place else "oktopk", device, quick)
 
 
-def _check_rank(launcher: str, device: torch.device, steps: int) -> int:
+def _check_rank(launcher: str, device: torch.device, quick: bool) -> int:
     comm = Comm(TorchTransport())
     say = sys.stdout.write if comm.rank == 0 else len
     say(f"{comm.size} {'ranks' if comm.size > 1 else 'rank'} by {launcher}, ")
     say(f"{dist.get_backend()} on {device}, {torch.get_num_threads()} threads, ")
     say(f"torch {torch.__version__}\n")
-    latency, bandwidth = _measure(comm, device)
+    latency, bandwidth = _measure(comm, device, 1 if quick else 5)
     say(f"latency {latency * 1e6:.0f} microseconds, ")
     say(f"{bandwidth / MEGABYTE:.0f} MB/s sent per rank with all ranks sending\n")
     complaints = 0
     for method in METHODS:
-        problems = _broken_laws(method, comm, device, steps)
+        problems = _broken_laws(method, comm, device, QUICK_STEPS if quick else STEPS)
         complaints += len(problems)
         say(f"{method:10} {'; '.join(problems) or 'keeps the laws'}\n")
     say("all is well\n" if not complaints else f"FAILED: {complaints} complaints\n")
     return int(complaints > 0)
 
 
-def _measure(comm: Comm, device: torch.device) -> tuple[float, float]:
+def _measure(comm: Comm, device: torch.device, rounds_of_large: int) -> tuple[float, float]:
     """Seconds of a smallest round, and bytes a rank sends per second in a large one."""
     small, large = torch.zeros(1, device=device), torch.zeros(MEGABYTE, device=device)
     seconds = {}
-    for name, x, rounds in (("small", small, 20), ("large", large, 5)):
+    for name, x, rounds in (("small", small, 20), ("large", large, rounds_of_large)):
         comm.all_gather(x, stage="check")
         start = perf_counter()
         for _ in range(rounds):

@@ -6,8 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from oktopk.comm import ExchangeError
 from oktopk.methods import METHODS
-from oktopk.train.config import DEFAULT, add_flags, nearest, shipped
+from oktopk.train.config import DEFAULT, FIELDS, add_flags, nearest, shipped
 from oktopk.version import __version__
 
 
@@ -24,9 +25,9 @@ def methods(_: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Run the self-test."""
-    from oktopk.check import STEPS, check
+    from oktopk.check import check
 
-    return check(args.workers, args.timeout, STEPS[args.quick], sys.argv[1:])
+    return check(args.workers, args.timeout, args.quick, sys.argv[1:])
 
 
 def data(args: argparse.Namespace) -> int:
@@ -111,7 +112,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "--resume", action="store_true", help="go on from the run's last checkpoint, if it has one"
     )
     add_flags(speech)
-    speech.set_defaults(run=train)
+    speech.set_defaults(run=train, known=[f"--{field.replace('_', '-')}" for field in FIELDS])
 
 
 def _add_lists(actions: argparse._SubParsersAction) -> None:
@@ -138,11 +139,11 @@ def main() -> None:
     whole = parser()
     args, unknown = whole.parse_known_args()
     if unknown:
-        hint = nearest(unknown[0].split("=")[0], [f"--{n.replace('_', '-')}" for n in vars(args)])
+        hint = nearest(unknown[0].split("=")[0], getattr(args, "known", []))
         whole.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
         sys.exit(args.run(args))
-    except LaunchError as error:  # it says what to do; where it was raised does not help
-        sys.exit(f"oktopk: {error}")
+    except (LaunchError, ExchangeError) as error:  # it says all; where it was raised does not help
+        sys.exit(f"oktopk: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

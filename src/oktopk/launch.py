@@ -10,6 +10,7 @@ failed in full, the rest in one line each.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,8 @@ AFTER_DEATH = 5.0
 """Seconds for the living to say whom they miss."""
 AFTER_SIGNAL = 30.0
 """Seconds to save and leave, as SLURM and Kubernetes give."""
+RELAY_SECONDS = 2.0
+"""A grandchild may hold rank 0's stderr open for ever."""
 SHOWN_LINES = 30
 # What a rank says when it was another that failed.
 VICTIMS = ("ExchangeError", "Connection closed by peer", "Connection reset", "Broken pipe")
@@ -68,9 +71,12 @@ def start_workers(workers: int, argv: list[str]) -> int:
             for rank in range(workers):
                 env = _worker_environment(rank, workers, store.port, line)
                 processes.append(_start(rank, argv, env, said[rank], line))
+            relay = Thread(target=_relay, args=(processes[0], said[0]), daemon=True)
+            relay.start()
             ended = _watch(processes, received)
         finally:
             _end([process for process in processes if process.poll() is None])
+        relay.join(RELAY_SECONDS)
         if received:
             return 128 + received[0]
         failed = {rank: code for rank, code in ended.items() if code}
@@ -98,7 +104,7 @@ def _start(
     rank: int, argv: list[str], env: dict[str, str], said: Path, line: int
 ) -> subprocess.Popen:
     with said.open("wb") as kept:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-m", "oktopk", *argv],
             env=env,
             stdin=subprocess.DEVNULL,
@@ -107,16 +113,13 @@ def _start(
             pass_fds=[line],
             start_new_session=True,  # Ctrl-C reaches this process, which passes it on once
         )
-    if rank == 0:
-        Thread(target=_relay, args=(process, said), daemon=True).start()
-    return process
 
 
 def _relay(process: subprocess.Popen, said: Path) -> None:
     """Show what rank 0 says on stderr as it comes, and keep it."""
     assert process.stderr is not None
-    with said.open("ab", buffering=0) as kept:
-        while chunk := os.read(process.stderr.fileno(), 2**16):
+    with process.stderr as pipe, said.open("ab", buffering=0) as kept:
+        while chunk := os.read(pipe.fileno(), 2**16):
             kept.write(chunk)
             sys.stderr.write(chunk.decode(errors="replace"))
             sys.stderr.flush()
@@ -175,9 +178,10 @@ def _report(failed: dict[int, int], cause: int, workers: int, said: list[Path]) 
 
 
 def _last(said: Path) -> str:
-    """The last line that is not a warning of torch's, as it leaves."""
+    """The last line that is no warning of torch's, without the rank that torch puts before it."""
     lines = said.read_text(errors="replace").splitlines()
-    return next((line for line in reversed(lines) if line and not line.startswith("[W")), "")
+    last = next((line for line in reversed(lines) if line and not line.startswith("[W")), "")
+    return re.sub(r"^\[rank\d+\]: ", "", last)
 
 
 def _signal_name(number: int) -> str:

@@ -117,7 +117,7 @@ def _from_pbsdsh() -> Place | None:
     if name == "PBS_NODENUM" and len(set(hosts)) < len(hosts):
         raise LaunchError(
             f"{name}={rank} names a host, but PBS_NODEFILE={os.environ['PBS_NODEFILE']} has "
-            "several lines per host: ask for mpiprocs=1, or start with mpiexec or torchrun (jobs/pbs.sh)"
+            "several lines per host: ask for mpiprocs=1, or start with mpiexec or torchrun"
         )
     if rank >= len(hosts):
         raise LaunchError(f"{name}={rank}, but PBS_NODEFILE has {len(hosts)} lines")

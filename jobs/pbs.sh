@@ -28,4 +28,4 @@ PORT=$((20000 + 10#${PBS_JOBID//[!0-9]/} % 12000))
 pbsdsh -- bash -c "cd '$PBS_O_WORKDIR' && source '$VENV/bin/activate' && exec torchrun \
   --nnodes $NODES --nproc-per-node $GPUS_PER_NODE --max-restarts 3 \
   --rdzv-backend c10d --rdzv-endpoint '$HEAD:$PORT' --rdzv-id '$PBS_JOBID' \
-  -m oktopk train --config lstm_extended"
+  -m oktopk train --config lstm_extended --data data/an4 --resume"

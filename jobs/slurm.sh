@@ -22,4 +22,4 @@ source "${VENV:-.venv}/bin/activate"
 # srun starts the eight ranks; each finds its place, and they meet on the first node at a port that
 # follows from the job's number. On CPUs, leave --gpus-per-node out.
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
-  python -m oktopk train --config lstm_extended
+  python -m oktopk train --config lstm_extended --data data/an4 --resume

@@ -129,7 +129,12 @@ def opening(run: Run, folder: Path) -> str:
         f"{folder}: lstman4 with {numel:,} parameters, {len(corpus.train)} + {len(corpus.test)} "
         f"utterances ({hours:.2f} h)\n"
         f"{run.comm.size} workers x batch {config.batch} on {run.device.type}: "
-        f"{run.steps_per_epoch} steps an epoch, {run.total_steps} in all, "
-        f"{min(config.warmup_steps, run.total_steps)} of them dense, "
-        f"then {config.method} at density {config.density:g}"
+        f"{run.steps_per_epoch} steps an epoch, {run.total_steps} in all, {_phases(run)}"
     )
+
+
+def _phases(run: Run) -> str:
+    config, dense = run.config, min(run.config.warmup_steps, run.total_steps)
+    if config.method == "dense" or dense == run.total_steps:
+        return "all of them dense"
+    return f"{dense} of them dense, then {config.method} at density {config.density:g}"

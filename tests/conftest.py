@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU needed; must be set before triton loads
 
@@ -41,3 +42,10 @@ def world():
     world = World(8)
     yield world
     world.close()
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        return door.getsockname()[1]

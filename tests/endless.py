@@ -1,7 +1,8 @@
-"""A rank that trains until it cannot: `python endless.py RANK SIZE RENDEZVOUS WARMUP`."""
+"""A rank that trains until it cannot, for tests that kill, stop or break one of several."""
 
 from __future__ import annotations
 
+import os
 import sys
 from datetime import timedelta
 
@@ -11,22 +12,35 @@ import torch.distributed as dist
 from idioms import IDIOMS, build, one_step
 
 
-def main(rank: int, size: int, rendezvous: str, warmup: int) -> None:
+def main(rank: int, size: int, meeting: str, attached: dict, breaks: bool = False) -> None:
+    """Train for ever; write "ten steps" into a pipe or stdout. `breaks`: fail alone in step 20."""
     torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{rendezvous}",
+        init_method=meeting,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=30),
     )
-    attached = {"density": 0.05, "warmup_steps": warmup, "timeout": 4.0}
     model, called, optimizer, handle = build(None, IDIOMS["plain"], 0, attached)
-    for step in range(100_000):
+    step = 0
+    while True:
+        if breaks and step == 20:
+            handle._engine.begin = None  # whatever it is, it happens on the exchange thread
         one_step(model, called, optimizer, IDIOMS["plain"], rank, step)
-        if handle.step == 10:
+        step += 1
+        if step == 10:
             print("ten steps", flush=True)
 
 
+def into_file(path: str, *args) -> None:
+    """As main, in a forked process, with all that it says in a file."""
+    with open(path, "w", buffering=1) as said:
+        os.dup2(said.fileno(), sys.stdout.fileno())
+        os.dup2(said.fileno(), sys.stderr.fileno())
+        main(*args)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], {"timeout": 4.0})

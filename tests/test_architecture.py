@@ -31,6 +31,7 @@ ORDER = [
     "engine",
     "reducer",
     "policy",
+    "rollcall",
     "exchanger",
     "followed",
     "weights",

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from oktopk import kernels
 
 SIZES = (1, 2, 3, 4, 5, 8)
+PRELOAD = ["torch", "numba", "oktopk", "worlds"]
 
 
 def warm_kernels() -> None:
@@ -59,7 +60,7 @@ class World:
 
     def start(self) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "numba", "oktopk", "worlds"])
+        context.set_forkserver_preload(PRELOAD)
         # kept as long as the processes: every new group meets at the file again
         self.folder = tempfile.TemporaryDirectory()
         rendezvous = os.path.join(self.folder.name, "rendezvous")

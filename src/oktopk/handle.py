@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,12 +15,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.comm import Comm, ExchangeError
-from oktopk.engine import Engine
+from oktopk.engine import Engine, NonfiniteError
 from oktopk.exchanger import Arrived, Exchanger
 from oktopk.followed import Followed
 from oktopk.handshake import agree
 from oktopk.layout import Bucket
 from oktopk.policy import Policy
+from oktopk.rollcall import RollCall
 from oktopk.settings import Settings
 from oktopk.sparse import acc_dtype
 from oktopk.stats import StepStats
@@ -40,11 +42,13 @@ class Handle:
         model: DistributedDataParallel,
         settings: Settings,
         comm: Comm,
+        roll_call: RollCall,
         policy: Policy,
         followed: Followed,
     ) -> None:
         self.settings = settings
         self.comm = comm
+        self._roll_call = roll_call
         self.policy = policy
         self.on_step: Callable[[StepStats], None] | None = None
         self.clip_before: float | None = None
@@ -70,7 +74,7 @@ class Handle:
         self._waiting: list[Arrived] = []
         self._staged: list[Tensor] | None = None
         self.exchanger = Exchanger(weakref.WeakMethod(self._take))
-        self._finalizer = weakref.finalize(self, self.exchanger.close)
+        self._finalizer = weakref.finalize(self, _end_threads, roll_call, self.exchanger)
 
     @property
     def step(self) -> int:
@@ -156,10 +160,29 @@ class Handle:
 
     def _take(self, arrived: Arrived) -> None:
         """One bucket, on the exchange thread."""
+        self._roll_call.step = self.step
         try:
+            if self._roll_call.verdict is not None:
+                raise ExchangeError("another rank called the roll")
             self._feed(arrived)
-        except ExchangeError as error:
-            raise ExchangeError(f"rank {self.comm.rank}, step {self.step}: {error}") from error
+        except NonfiniteError:
+            raise
+        except Exception as error:
+            self._give_up(error)
+            raise
+
+    def _give_up(self, error: Exception) -> None:
+        """Leave a last word, close the connections so that nobody waits for us, hear the verdict.
+
+        An error of this rank alone is raised as it is; after one of the exchange, who is missing.
+        """
+        alone = not isinstance(error, ExchangeError)
+        self._roll_call.tell(f"{type(error).__name__}: {error}" if alone else None)
+        free_frames(error)
+        self.comm.close()
+        if not alone:
+            where = f"rank {self.comm.rank}, step {self.step}"
+            raise ExchangeError(f"{where}: {self._roll_call.hear()} ({error})") from error
 
     def _feed(self, arrived: Arrived) -> None:
         if arrived.index == 0:
@@ -309,6 +332,18 @@ class Handle:
         }
         agree(self.comm, self._waiting[0].buffer.device, facts)
         self._agreed = True
+
+
+def _end_threads(roll_call: RollCall, exchanger: Exchanger) -> None:
+    roll_call.close()
+    exchanger.close()
+
+
+def free_frames(error: BaseException | None) -> None:
+    """Forget the locals of an error's frames: they hold the process group, and so connections."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def clip_(grads: list[Tensor], most: float) -> None:

@@ -10,7 +10,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU needed; must be set bef
 import pytest
 import torch
 
-from worlds import World, warm_kernels
+from worlds import World
 
 
 class Worlds:
@@ -27,7 +27,6 @@ class Worlds:
 
 @pytest.fixture(scope="session")
 def worlds():
-    warm_kernels()
     worlds = Worlds()
     yield worlds
     for world in worlds.started.values():
@@ -38,7 +37,6 @@ def worlds():
 def world():
     """Eight gloo processes; `world.run(P, fn, *args)` calls fn(group, *args) on the first P."""
     torch.set_num_threads(1)
-    warm_kernels()
     world = World(8)
     yield world
     world.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import re
 import signal
@@ -13,7 +12,7 @@ import pytest
 
 import endless
 from oktopk.rollcall import LOST, verdict_on
-from worlds import PRELOAD, warm_kernels
+from worlds import forkserver
 
 SIZE = 4
 PHASES = {"dense": 10**6, "sparse": 0}  # warm-up steps
@@ -22,9 +21,7 @@ PHASES = {"dense": 10**6, "sparse": 0}  # warm-up steps
 @contextmanager
 def training(folder, *, timeout: float, warmup: int, meeting: str = "", breaks: int | None = None):
     """Four ranks in the middle of training, and the files with what they say."""
-    warm_kernels()
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = forkserver()
     attached = {"density": 0.05, "warmup_steps": warmup, "timeout": timeout}
     meeting = meeting or f"file://{folder}/meet"
     files = [folder / str(rank) for rank in range(SIZE)]
@@ -65,7 +62,7 @@ def last_words(ranks, files, victim: int) -> list[str]:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_the_living_name_the_dead(tmp_path, blow, phase):
-    with training(tmp_path, timeout=4.0, warmup=PHASES[phase]) as (ranks, files):
+    with training(tmp_path, timeout=6.0, warmup=PHASES[phase]) as (ranks, files):
         os.kill(ranks[2].pid, blow)
         for text in last_words(ranks, files, 2):
             assert re.search(r"step \d+: rank 2 does not answer: it died, stopped", text), text
@@ -84,7 +81,7 @@ def test_a_rank_that_fails_alone_tells_the_others_why(tmp_path, phase):
 
 def test_when_the_store_died_too_the_living_say_so(tmp_path, free_port):
     meeting = f"tcp://127.0.0.1:{free_port}"
-    with training(tmp_path, timeout=4.0, warmup=0, meeting=meeting) as (ranks, files):
+    with training(tmp_path, timeout=6.0, warmup=0, meeting=meeting) as (ranks, files):
         os.kill(ranks[0].pid, signal.SIGKILL)
         for text in last_words(ranks, files, 0):
             assert LOST in text, text
@@ -92,7 +89,7 @@ def test_when_the_store_died_too_the_living_say_so(tmp_path, free_port):
 
 def test_when_the_store_stopped_too_the_living_say_so(tmp_path, free_port):
     meeting = f"tcp://127.0.0.1:{free_port}"
-    with training(tmp_path, timeout=4.0, warmup=10**6, meeting=meeting) as (ranks, files):
+    with training(tmp_path, timeout=6.0, warmup=10**6, meeting=meeting) as (ranks, files):
         os.kill(ranks[0].pid, signal.SIGSTOP)
         for text in last_words(ranks, files, 0):
             assert LOST in text, text

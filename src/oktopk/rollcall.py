@@ -128,6 +128,6 @@ def verdict_on(words: dict[int, dict[str, Any]], size: int) -> str:
         return "; ".join(found)
     last = min(words, key=lambda rank: words[rank]["step"])
     return (
-        f"all ranks answer, the last of them rank {last} in step {words[last]['step']}: a rank came "
-        "later than `timeout`, went another way or lost a connection"
+        f"all ranks answer, the last of them rank {last} in step {words[last]['step']}: a rank "
+        "came later than `timeout`, went another way or lost a connection"
     )

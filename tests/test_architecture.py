@@ -28,6 +28,7 @@ ORDER = [
     "settings",
     "layout",
     "tally",
+    "undo",
     "engine",
     "reducer",
     "policy",

@@ -24,7 +24,9 @@ def warm_kernels() -> None:
         x = torch.arange(1.0, 200.0, dtype=dtype)
         kernels.kth_magnitude(x, 3)
         local, _ = kernels.select(x, 5.0, 300)
-        kernels.accumulate_select(x.clone(), x, 5.0, 300)
+        kernels.accumulate_select(x.clone(), x.clone(), 5.0, 300)
+        kernels.accumulate_(x.clone(), x.clone())
+        kernels.all_finite(x)
         kernels.merge(local.indices, local.values, [local.num], 0, x.numel())
         kernels.settle_(x.clone(), x, local, local, 2)
 

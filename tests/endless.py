@@ -12,8 +12,10 @@ import torch.distributed as dist
 from idioms import IDIOMS, build, one_step
 
 
-def main(rank: int, size: int, meeting: str, attached: dict, breaks: bool = False) -> None:
-    """Train for ever; write "ten steps" into a pipe or stdout. `breaks`: fail alone in step 20."""
+def main(
+    rank: int, size: int, meeting: str, attached: dict, steps: int = 10**9, breaks: bool = False
+) -> None:
+    """Train, say "ten steps" after ten of them; where it `breaks`, fail alone in step 20."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
@@ -24,13 +26,11 @@ def main(rank: int, size: int, meeting: str, attached: dict, breaks: bool = Fals
         timeout=timedelta(seconds=30),
     )
     model, called, optimizer, handle = build(None, IDIOMS["plain"], 0, attached)
-    step = 0
-    while True:
+    for step in range(steps):
         if breaks and step == 20:
             handle._engine.begin = None  # whatever it is, it happens on the exchange thread
         one_step(model, called, optimizer, IDIOMS["plain"], rank, step)
-        step += 1
-        if step == 10:
+        if step == 9:
             print("ten steps", flush=True)
 
 
@@ -43,4 +43,4 @@ def into_file(path: str, *args) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], {"timeout": 4.0})
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], {"warmup_steps": 5}, steps=12)

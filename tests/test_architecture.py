@@ -36,6 +36,8 @@ ORDER = [
     "exchanger",
     "followed",
     "weights",
+    "named",
+    "handover",
     "handle",
     "ddp",
     "launch",

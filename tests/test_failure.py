@@ -28,7 +28,7 @@ def training(folder, *, timeout: float, warmup: int, meeting: str = "", breaks: 
     ranks = [
         context.Process(
             target=endless.into_file,
-            args=(str(files[rank]), rank, SIZE, meeting, attached, rank == breaks),
+            args=(str(files[rank]), rank, SIZE, meeting, attached, 10**9, rank == breaks),
         )
         for rank in range(SIZE)
     ]

@@ -134,7 +134,8 @@ class Engine:
         if self._whole_step:
             self._move_whole()
         # sums may overflow though no gradient did; they are the same on all ranks, so all see it
-        self.comm.alarm = self.comm.alarm or not self._sums_are_finite()
+        dtypes = {bucket: grad.dtype for bucket, grad in self._grads.items()}
+        self.comm.alarm = self.comm.alarm or not self._tally.is_finite(dtypes, self.comm.size)
         self._tally.note_thresholds()
         skipped = self.comm.alarm
         with self._tally.clock("scatter"):
@@ -287,13 +288,3 @@ class Engine:
         self._undo.put_back()
         self.states, self.whole, self.quotas = self._saved
         self._open = False
-
-    def _sums_are_finite(self) -> bool:
-        for bucket, (_, exchanged) in self._tally.moved.items():
-            dtype = self._grads[bucket].dtype
-            for sums in (exchanged.result.values, exchanged.rider):
-                # an average is finite if its sum is, unless it is delivered in fewer bits
-                narrowed = sums if sums.dtype == dtype else (sums / self.comm.size).to(dtype)
-                if not kernels.all_finite(narrowed):
-                    return False
-        return True

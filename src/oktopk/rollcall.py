@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import json
 import threading
+import traceback
 from time import monotonic
 from typing import Any, Protocol
+
+from oktopk.comm import Comm, ExchangeError
 
 LOST = (
     "the store of the process group does not answer, so nobody could be asked: it usually lives in "
@@ -51,6 +54,7 @@ class RollCall:
         self._keys = [f"{prefix}.{each}" for each in range(size)]
         self._cause: str | None = None
         self._verdict: str | None = None
+        self._lost = LOST
         self._woken, self._said, self._over = (threading.Event() for _ in range(3))
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="oktopk-rollcall", daemon=True)
@@ -60,6 +64,20 @@ class RollCall:
     def verdict(self) -> str | None:
         """What the roll call found; None as long as nobody has called one."""
         return self._verdict
+
+    def give_up(self, error: Exception, comm: Comm) -> None:
+        """Leave a last word, close the connections so that nobody waits for us, hear the verdict.
+
+        After an error of the exchange this raises one that says who is to blame. An error of this
+        rank alone is left to the caller; the others get to know it.
+        """
+        alone = not isinstance(error, ExchangeError)
+        self.tell(f"{type(error).__name__}: {error}" if alone else None)
+        _free_frames(error)
+        comm.close()
+        if not alone:
+            where = f"rank {self._rank}, step {self.step}"
+            raise ExchangeError(f"{where}: {self.hear()} ({error})") from error
 
     def tell(self, cause: str | None) -> None:
         """Leave this rank's last word: what it did wrong by itself, None if it only waited.
@@ -73,7 +91,7 @@ class RollCall:
     def hear(self) -> str:
         """The verdict, within the patience. To be called after `tell`."""
         self._over.wait(self._patience)
-        return self._verdict or LOST
+        return self._verdict or self._lost
 
     def close(self) -> None:
         """Let the thread end; one that is stuck in a dead store is left to the daemon rule."""
@@ -88,8 +106,8 @@ class RollCall:
                     break
             if not self._closed:
                 self._verdict = self._call()
-        except RuntimeError as error:  # of the store: whoever waits for a verdict must hear of it
-            self._verdict = f"{LOST} ({error})"
+        except RuntimeError as error:  # of the store: nothing is wrong until an exchange fails
+            self._lost = f"{LOST} ({error})"
         finally:
             self._said.set()
             self._over.set()
@@ -110,6 +128,13 @@ class RollCall:
             if self._store.check([key])
         }
         return verdict_on(words, len(self._keys))
+
+
+def _free_frames(error: BaseException | None) -> None:
+    """Forget the locals of an error's frames: they hold the process group, and so connections."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def verdict_on(words: dict[int, dict[str, Any]], size: int) -> str:

@@ -7,7 +7,7 @@ more often right after the sparse phase began. The other sparse methods must see
 choose, so in scope "model" they exchange the whole model at every step.
 
 Nothing is applied before every bucket has been exchanged and no rank has raised the alarm, so a
-step with a NaN can be undone on all ranks.
+step with a NaN can be undone on all ranks. Until then a bucket holds what its residual was.
 """
 
 from __future__ import annotations

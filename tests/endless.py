@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -13,9 +14,9 @@ from idioms import IDIOMS, build, one_step
 
 
 def main(
-    rank: int, size: int, meeting: str, attached: dict, steps: int = 10**9, breaks: bool = False
+    rank: int, size: int, meeting: str, attached: dict, steps: int = 10**9, odd: str = ""
 ) -> None:
-    """Train, say "ten steps" after ten of them; where it `breaks`, fail alone in step 20."""
+    """Train, say "ten steps" after ten of them; an `odd` rank breaks or sleeps in step 20."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
@@ -27,8 +28,10 @@ def main(
     )
     model, called, optimizer, handle = build(None, IDIOMS["plain"], 0, attached)
     for step in range(steps):
-        if breaks and step == 20:
+        if odd == "breaks" and step == 20:
             handle._engine.begin = None  # whatever it is, it happens on the exchange thread
+        if odd == "sleeps" and step == 20:
+            time.sleep(600)
         one_step(model, called, optimizer, IDIOMS["plain"], rank, step)
         if step == 9:
             print("ten steps", flush=True)

@@ -19,8 +19,8 @@ PHASES = {"dense": 10**6, "sparse": 0}  # warm-up steps
 
 
 @contextmanager
-def training(folder, *, timeout: float, warmup: int, meeting: str = "", breaks: int | None = None):
-    """Four ranks in the middle of training, and the files with what they say."""
+def training(folder, *, timeout: float, warmup: int, meeting: str = "", odd: str = ""):
+    """Four ranks in the middle of training, rank 1 maybe odd, and the files with what they say."""
     context = forkserver()
     attached = {"density": 0.05, "warmup_steps": warmup, "timeout": timeout}
     meeting = meeting or f"file://{folder}/meet"
@@ -28,7 +28,7 @@ def training(folder, *, timeout: float, warmup: int, meeting: str = "", breaks: 
     ranks = [
         context.Process(
             target=endless.into_file,
-            args=(str(files[rank]), rank, SIZE, meeting, attached, 10**9, rank == breaks),
+            args=(str(files[rank]), rank, SIZE, meeting, attached, 10**9, odd if rank == 1 else ""),
         )
         for rank in range(SIZE)
     ]
@@ -72,11 +72,17 @@ def test_the_living_name_the_dead(tmp_path, blow, phase):
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_that_fails_alone_tells_the_others_why(tmp_path, phase):
     """At once: nobody waits for the timeout, which is longer than this test."""
-    with training(tmp_path, timeout=300, warmup=PHASES[phase], breaks=1) as (ranks, files):
+    with training(tmp_path, timeout=300, warmup=PHASES[phase], odd="breaks") as (ranks, files):
         for text in last_words(ranks, files, 1):
             assert "rank 1 failed in step 20: TypeError: 'NoneType'" in text, text
         ranks[1].join(40)
         assert "TypeError: 'NoneType'" in files[1].read_text()
+
+
+def test_a_rank_that_is_only_late_is_not_called_dead(tmp_path):
+    with training(tmp_path, timeout=6.0, warmup=0, odd="sleeps") as (ranks, files):
+        for text in last_words(ranks, files, 1):
+            assert "all ranks answer, the last of them rank 1 in step 19: a rank came" in text, text
 
 
 def test_when_the_store_died_too_the_living_say_so(tmp_path, free_port):

@@ -45,7 +45,7 @@ class RollCall:
 
     def __init__(self, store: Store, rank: int, size: int, patience: float) -> None:
         self.step = 0
-        """The step this rank is in; whoever trains keeps it up to date."""
+        """The last step this rank took part in; whoever trains keeps it up to date."""
 
         self._store, self._rank, self._patience = store, rank, patience
         # all ranks attach alike, so they count alike; torch may give a name of a group twice

@@ -77,20 +77,22 @@ def select_rows(x: Tensor, k: int) -> list[Row]:
 def accumulate_rows(start: Tensor, grad: Tensor, k: int) -> list[Row]:
     """Every measurement adds to the same residual, so that each keeps exactly k."""
     threshold = kernels.kth_magnitude(start + grad, k)
-    residual = start.clone()
+    residual, fresh = start.clone(), grad.clone()
 
     def restart() -> None:
         residual.copy_(start)
+        fresh.copy_(grad)
 
     def fused() -> None:
-        _, count = kernels.accumulate_select(residual, grad, threshold, 2 * k)
+        _, count = kernels.accumulate_select(residual, fresh, threshold, 2 * k)
         assert count == k, f"kept {count}, not {k}"
 
     def separate() -> None:
-        torch_select(residual.add_(grad), threshold)
+        torch_select(residual.add_(fresh), threshold)
 
     return [
-        Row("torch add_", lambda: residual.add_(grad), restart),
+        Row("torch add_", lambda: residual.add_(fresh), restart),
+        Row("all_finite", lambda: kernels.all_finite(fresh), restart),
         Row("accumulate_select", fused, restart),
         Row("  torch add_, abs, compare, nonzero, gather", separate, restart),
     ]

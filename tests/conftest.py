@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU needed; must be set before triton loads
 
 import pytest
 import torch
 
-from worlds import World, warm_kernels
+from worlds import World
 
 
 class Worlds:
@@ -26,7 +27,6 @@ class Worlds:
 
 @pytest.fixture(scope="session")
 def worlds():
-    warm_kernels()
     worlds = Worlds()
     yield worlds
     for world in worlds.started.values():
@@ -37,7 +37,6 @@ def worlds():
 def world():
     """Eight gloo processes; `world.run(P, fn, *args)` calls fn(group, *args) on the first P."""
     torch.set_num_threads(1)
-    warm_kernels()
     world = World(8)
     yield world
     world.close()
@@ -51,3 +50,10 @@ def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("spoken")
     speak(folder, train=26, test=7, seed=3)
     return str(folder)
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        return door.getsockname()[1]

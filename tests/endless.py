@@ -1,8 +1,10 @@
-"""A rank that trains until it cannot: `python endless.py RANK SIZE RENDEZVOUS WARMUP`."""
+"""A rank that trains until it cannot, for tests that kill, stop or break one of several."""
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -11,22 +13,37 @@ import torch.distributed as dist
 from idioms import IDIOMS, build, one_step
 
 
-def main(rank: int, size: int, rendezvous: str, warmup: int) -> None:
+def main(
+    rank: int, size: int, meeting: str, attached: dict, steps: int = 10**9, odd: str = ""
+) -> None:
+    """Train, say "ten steps" after ten of them; an `odd` rank breaks or sleeps in step 20."""
     torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{rendezvous}",
+        init_method=meeting,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=30),
     )
-    attached = {"density": 0.05, "warmup_steps": warmup, "timeout": 4.0}
     model, called, optimizer, handle = build(None, IDIOMS["plain"], 0, attached)
-    for step in range(100_000):
+    for step in range(steps):
+        if odd == "breaks" and step == 20:
+            handle._engine.begin = None  # whatever it is, it happens on the exchange thread
+        if odd == "sleeps" and step == 20:
+            time.sleep(600)
         one_step(model, called, optimizer, IDIOMS["plain"], rank, step)
-        if handle.step == 10:
+        if step == 9:
             print("ten steps", flush=True)
 
 
+def into_file(path: str, *args) -> None:
+    """As main, in a forked process, with all that it says in a file."""
+    with open(path, "w", buffering=1) as said:
+        os.dup2(said.fileno(), sys.stdout.fileno())
+        os.dup2(said.fileno(), sys.stderr.fileno())
+        main(*args)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], {"warmup_steps": 5}, steps=12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from math import nan
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ import torch.distributed as dist
 
 import oktopk
 from oktopk import METHODS, Reducer, simulate
+from oktopk.engine import Engine
+from oktopk.layout import Bucket
+from oktopk.settings import Settings
+from oktopk.simulate import alone
 from streams import STREAMS
 
 over_methods = pytest.mark.parametrize("method", METHODS)
@@ -213,18 +218,45 @@ def test_a_nan_on_one_rank_is_skipped_by_all(method, warmup, bad):
         for step in range(5):
             grad = STREAMS["gaussian"](300, comm.rank, step)
             before = reducer.residual.clone()
+            if step == 2:
+                grad *= 1e30  # so large that nothing of the residual is left in their sum
             if step == 2 and comm.rank == 1:
                 grad[17] = bad
             stats = reducer.reduce_(grad)
             assert stats.skipped == (step == 2)
             if step == 2:
                 assert not grad.any() and stats.result == 0
-                torch.testing.assert_close(reducer.residual.double(), before.double())
+                assert torch.equal(reducer.residual, before), "what was owed is owed, to the bit"
             assert reducer.residual.isfinite().all() and grad.isfinite().all()
         return grad
 
     grads = simulate(3, main)
     assert all(torch.equal(grad, grads[0]) for grad in grads)
+
+
+@over_methods
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("num", [1, 3, 40, 300])
+def test_a_selection_has_every_nan(method, bad, num):
+    """Many or few, whether the last threshold finds them or the exact one: nobody else looks."""
+    reducer = Reducer(300, method=method, density=0.1, exact_every=2)
+    for step in range(6):
+        grad = STREAMS["gaussian"](300, 0, step)
+        if step > 1:
+            grad[torch.randperm(300, generator=torch.Generator().manual_seed(step))[:num]] = bad
+        assert reducer.reduce_(grad).skipped == (step > 1)
+        assert reducer.residual.isfinite().all()
+
+
+def test_a_nan_is_seen_in_a_bucket_that_may_offer_nothing():
+    engine = Engine(Settings(density=0.1), alone(), [Bucket(100), Bucket(100)])
+    for step in range(4):  # the fourth exchanges bucket by bucket
+        engine.begin()
+        assert engine.waits_for_all == (step < 3)
+        engine.feed(0, torch.randn(100) + 9)
+        engine.feed(1, torch.zeros(100).index_fill(0, torch.tensor([7]), 1e-9 if step < 3 else nan))
+        assert engine.finish().skipped == (step == 3)
+    assert engine.quotas == [20, 0] and engine.residual.isfinite().all()
 
 
 def test_a_nan_can_be_raised_or_delivered():

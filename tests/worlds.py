@@ -8,6 +8,7 @@ import pickle
 import tempfile
 import traceback
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,24 @@ def warm_kernels() -> None:
         x = torch.arange(1.0, 200.0, dtype=dtype)
         kernels.kth_magnitude(x, 3)
         local, _ = kernels.select(x, 5.0, 300)
-        kernels.accumulate_select(x.clone(), x, 5.0, 300)
+        kernels.accumulate_select(x.clone(), x.clone(), 5.0, 300)
+        kernels.accumulate_(x.clone(), x.clone())
+        kernels.all_finite(x)
         kernels.merge(local.indices, local.values, [local.num], 0, x.numel())
         kernels.settle_(x.clone(), x, local, local, 2)
+
+
+@cache
+def forkserver():
+    """A context whose processes start with everything imported and every kernel compiled."""
+    warm_kernels()  # here, where no rank waits with a timeout; the server then finds them on disk
+    here = os.path.dirname(os.path.abspath(__file__))
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if here not in known:  # the server does not inherit sys.path, only the environment
+        os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, known)])
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["preloaded"])
+    return context
 
 
 def _serve(rank: int, size: int, rendezvous: str, pipe) -> None:
@@ -58,8 +74,7 @@ class World:
         self.start()
 
     def start(self) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "numba", "oktopk", "worlds"])
+        context = forkserver()
         # kept as long as the processes: every new group meets at the file again
         self.folder = tempfile.TemporaryDirectory()
         rendezvous = os.path.join(self.folder.name, "rendezvous")

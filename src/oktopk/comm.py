@@ -52,7 +52,7 @@ class TorchTransport:
     """A torch process group; `None` is the default group."""
 
     def __init__(self, group: Any = None, *, owned: bool = False) -> None:
-        self.group = group
+        self.group: Any = group
         self._owned = owned
         self.rank = dist.get_rank(group)
         if self.rank < 0:
@@ -102,9 +102,17 @@ class TorchTransport:
         except RuntimeError as error:
             raise ExchangeError(f"the dense allreduce failed: {error}") from error
 
+    def store(self) -> Any:
+        """The store of the group, over a connection of its own where torch can make one."""
+        store: Any = dist.distributed_c10d._get_process_group_store(self.group)
+        return store.clone() if hasattr(store, "clone") else store
+
     def close(self) -> None:
+        """Nothing but this may hold the group: its connections close with the last reference."""
         if self._owned:
-            dist.destroy_process_group(self.group)
+            self._owned = False
+            group, self.group = self.group, dist.GroupMember.NON_GROUP_MEMBER
+            dist.destroy_process_group(group)
 
 
 class Comm:

@@ -24,6 +24,7 @@ from oktopk.exchanger import Arrived
 from oktopk.followed import Followed
 from oktopk.handle import Handle
 from oktopk.policy import Policy
+from oktopk.rollcall import RollCall, patience_of
 from oktopk.settings import Settings
 from oktopk.stats import StepStats
 
@@ -62,7 +63,8 @@ def attach(
             last bucket, so nothing overlaps with backward. To clip after the exchange, call
             `clip_grad_norm_` as always.
         total_steps: how long the run will be, to warn when it ends before the sparse phase.
-        timeout: seconds a rank waits for the others before it raises.
+        timeout: seconds a rank waits for the others before it raises. The last third of them, at
+            most 5 s, is for finding out who is missing.
         check_every: steps between comparisons of the weights of all ranks; 0 is never.
         more: the other fields of `oktopk.settings.Settings`.
     """
@@ -81,8 +83,8 @@ def attach(
             warmup_steps,
         )
     followed = Followed(optimizer, scaler)
-    comm = _own_comm(model.process_group, timeout)
-    handle = Handle(model, settings, comm, policy or Policy(), followed)
+    comm, roll_call = _own_group(model.process_group, timeout)
+    handle = Handle(model, settings, comm, roll_call, policy or Policy(), followed)
     handle.on_step, handle.clip_before, handle.check_every = on_step, clip_before, check_every
     try:
         model.register_comm_hook(handle, _hook)
@@ -92,20 +94,24 @@ def attach(
     return handle
 
 
-def _own_comm(group: Any, timeout: float) -> Comm:
+def _own_group(group: Any, timeout: float) -> tuple[Comm, RollCall]:
     """A group of the same ranks, so that no collective of DDP's or the user's mixes with ours.
 
     For a model of only some ranks, the others need not take part; but torch then asks that its
     ranks have made the same groups before.
     """
+    if not timeout > 0:
+        raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
     ranks = dist.get_process_group_ranks(group)
+    patience = patience_of(timeout)
     own = dist.new_group(
         ranks,
-        timeout=timedelta(seconds=timeout),
+        timeout=timedelta(seconds=timeout - patience),
         backend=dist.get_backend(group),
         use_local_synchronization=len(ranks) < dist.get_world_size(),
     )
-    return Comm(TorchTransport(own, owned=True))
+    transport = TorchTransport(own, owned=True)
+    return Comm(transport), RollCall(transport.store(), transport.rank, transport.size, patience)
 
 
 def _hook(handle: Handle, bucket):  # noqa: ANN001, ANN202 - DDP refuses annotations kept as text

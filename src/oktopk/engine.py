@@ -7,7 +7,7 @@ more often right after the sparse phase began. The other sparse methods must see
 choose, so in scope "model" they exchange the whole model at every step.
 
 Nothing is applied before every bucket has been exchanged and no rank has raised the alarm, so a
-step with a NaN can be undone on all ranks.
+step with a NaN can be undone on all ranks. Until then a bucket holds what its residual was.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from oktopk.settings import Settings, num_kept
 from oktopk.sparse import Sparse, acc_dtype, empty
 from oktopk.stats import Phase, StepStats
 from oktopk.tally import Tally
+from oktopk.undo import Undo
 
 NEVER = 2**62  # steps
 EARLY = frozenset({0, 1, 2, 4, 8, 16})  # sparse steps after which quotas soon grow old
@@ -100,28 +101,30 @@ class Engine:
         self.comm.alarm = False
         self._method: Method = METHODS["dense" if self.phase == "dense" else self.settings.method]
         self._whole_step = self.waits_for_all
-        self._undo = [copy(state) for state in self.states], copy(self.whole), self.quotas
+        self._saved = [copy(state) for state in self.states], copy(self.whole), self.quotas
+        self._undo = Undo()
         self._grads: dict[int, Tensor] = {}
         self._riders: dict[int, Tensor] = {}
-        self._added: set[int] = set()
-        self._held: list[tuple[Tensor, Tensor]] = []
         self._tally = Tally(self.comm.ledger)
         self._open = True
 
     def feed(self, bucket: int, grad: Tensor) -> None:
         """Take one bucket's gradient; exchange it now unless the step waits for all."""
         self._grads[bucket] = grad
+        k, state = self._k_of(bucket), self.states[bucket]
         with self._tally.clock("select"):
-            finite = self.phase == "dense" or self._inspect(bucket, grad)
-            if self._whole_step:
-                return
-            k = self._k_of(bucket)
-            residual, state = self.residual_of(bucket), self.states[bucket]
-            if finite:
-                local = self._method.select(residual, grad, k, state)
+            if self.phase == "dense":
+                local = self._method.select(self.residual_of(bucket), grad, k, state)
+                rider = local.values[:0]
             else:
-                local = empty(grad.numel(), self._acc_like(grad))
-        rider = self._riders.get(bucket, self._acc_like(grad)[:0])
+                residual, wide = self._prepared(bucket, grad)
+                rider = self._riders[bucket]
+                self._undo.accumulated(residual, wide)
+                if self._whole_step:
+                    kernels.accumulate_(residual, wide)
+                    return
+                local = self._method.select(residual, wide, k, state)
+                local = self._inspected(local, k, residual, rider)
         with self._tally.clock("exchange"):
             exchanged = self._method.exchange(local, rider, k, state, self.comm)
         self._tally.moved[bucket] = local, exchanged
@@ -131,7 +134,8 @@ class Engine:
         if self._whole_step:
             self._move_whole()
         # sums may overflow though no gradient did; they are the same on all ranks, so all see it
-        self.comm.alarm = self.comm.alarm or not self._sums_are_finite()
+        dtypes = {bucket: grad.dtype for bucket, grad in self._grads.items()}
+        self.comm.alarm = self.comm.alarm or not self._tally.is_finite(dtypes, self.comm.size)
         self._tally.note_thresholds()
         skipped = self.comm.alarm
         with self._tally.clock("scatter"):
@@ -140,7 +144,8 @@ class Engine:
             else:
                 for bucket, (local, exchanged) in self._tally.moved.items():
                     self._settle(bucket, local, exchanged)
-                self._release()
+                self._undo.release()
+        self._open = False
         num_riding = 0 if self.phase == "dense" else self.num_dense
         stats = self._tally.stats(
             step=self.step,
@@ -202,51 +207,46 @@ class Engine:
         text = repr((self.step, self.quotas, [s.shared() for s in [*self.states, self.whole]]))
         return sha256(text.encode()).hexdigest()[:12]
 
-    def _acc_like(self, grad: Tensor) -> Tensor:
-        return grad.new_empty(0, dtype=acc_dtype(grad))
-
     def _k_of(self, bucket: int) -> int:
         if self.phase == "dense" or not self.quotas:
             numel = self.buckets[bucket].numel - self.buckets[bucket].num_dense
             return num_kept(numel, self.settings.density_at(self.step))
         return self.quotas[bucket]
 
-    def _inspect(self, bucket: int, grad: Tensor) -> bool:
-        """Raise the alarm at a NaN; else take the riders off and, on whole steps, accumulate."""
+    def _prepared(self, bucket: int, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """A bucket's residual and gradient, ready to accumulate; the riders are taken off."""
         if self.residual is None:
             self.residual = torch.zeros(self.numel, dtype=acc_dtype(grad), device=grad.device)
-        finite = kernels.all_finite(grad)
-        self.comm.alarm = self.comm.alarm or not finite
-        ranges = self.buckets[bucket].dense
-        parts = [grad[start:end].to(self.residual.dtype, copy=True) for start, end in ranges]
-        self._riders[bucket] = torch.cat(parts) if parts else self.residual[:0]
+        residual, ranges = self.residual_of(bucket), self.buckets[bucket].dense
+        assert residual is not None
+        parts = [grad[start:end].to(residual.dtype, copy=True) for start, end in ranges]
+        self._riders[bucket] = torch.cat(parts) if parts else residual[:0]
         for start, end in ranges:  # so they are never selected, and owe nothing
             grad[start:end] = 0
-        self._hold_unused(bucket, grad)
-        if finite:
-            self._added.add(bucket)
-            if self._whole_step:
-                self.residual[self.starts[bucket] : self.starts[bucket + 1]].add_(grad)
-        return finite
-
-    def _hold_unused(self, bucket: int, grad: Tensor) -> None:
-        """Offer nothing of parameters this rank did not use in this step.
-
-        DDP delivers nothing to a parameter that no rank used, so what was owed to it would be lost.
-        """
-        residual = self.residual_of(bucket)
-        assert residual is not None
+        # DDP delivers nothing to a parameter that no rank used: what is owed to it would be lost
         for start, end in self.buckets[bucket].may_be_unused:
             if not grad[start:end].any():
-                self._held.append((residual[start:end], residual[start:end].clone()))
-                residual[start:end] = 0
+                self._undo.hold(residual[start:end])
+        return residual, grad.to(residual.dtype)
+
+    def _inspected(self, local: Sparse, k: int, acc: Tensor, rider: Tensor) -> Sparse:
+        """Raise the alarm at a NaN or Inf, and offer nothing then.
+
+        A NaN or Inf is larger than every number, so a selection of any entries has it: no pass over
+        n is needed unless there was nothing to select.
+        """
+        finite = kernels.all_finite(local.values if k else acc) and kernels.all_finite(rider)
+        self.comm.alarm = self.comm.alarm or not finite
+        return local if finite else empty(local.numel, acc)
 
     def _move_whole(self) -> None:
         """Select and exchange the whole model, then hand every bucket its part."""
         k, state, order = self.k, self.whole, range(len(self.buckets))
         with self._tally.clock("select"):
+            assert self.residual is not None
             local = self._method.select(self.residual, None, k, state)
             rider = torch.cat([self._riders[bucket] for bucket in order])
+            local = self._inspected(local, k, self.residual, rider)
         with self._tally.clock("exchange"):
             exchanged = self._method.exchange(local, rider, k, state, self.comm)
             sums = exchanged.rider.split([bucket.num_dense for bucket in self.buckets])
@@ -278,31 +278,13 @@ class Engine:
             grad[start:end] = total / self.comm.size
 
     def _skip(self) -> None:
-        """Leave everything as it was before the step (residuals to one rounding)."""
+        """Leave everything as it was before the step, to the bit."""
         self.skipped += 1
         self._put_back()
         for grad in self._grads.values():
             grad.fill_(float("nan") if self.settings.on_nonfinite == "deliver" else 0.0)
 
     def _put_back(self) -> None:
-        for bucket in self._added:
-            residual = self.residual_of(bucket)
-            assert residual is not None
-            residual.sub_(self._grads[bucket])
-        self.states, self.whole, self.quotas = self._undo
-        self._release()
-
-    def _release(self) -> None:
-        for part, owed in self._held:
-            part.add_(owed)
+        self._undo.put_back()
+        self.states, self.whole, self.quotas = self._saved
         self._open = False
-
-    def _sums_are_finite(self) -> bool:
-        for bucket, (_, exchanged) in self._tally.moved.items():
-            dtype = self._grads[bucket].dtype
-            for sums in (exchanged.result.values, exchanged.rider):
-                # an average is finite if its sum is, unless it is delivered in fewer bits
-                narrowed = sums if sums.dtype == dtype else (sums / self.comm.size).to(dtype)
-                if not kernels.all_finite(narrowed):
-                    return False
-        return True

@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.comm import Comm, ExchangeError
-from oktopk.engine import Engine
+from oktopk.engine import Engine, NonfiniteError
 from oktopk.exchanger import Arrived, Exchanger
 from oktopk.followed import Followed
+from oktopk.handover import fitting
 from oktopk.handshake import agree
-from oktopk.layout import Bucket
+from oktopk.named import Layout, Named
 from oktopk.policy import Policy
+from oktopk.rollcall import RollCall
 from oktopk.settings import Settings
 from oktopk.sparse import acc_dtype
 from oktopk.stats import StepStats
@@ -40,29 +42,23 @@ class Handle:
         model: DistributedDataParallel,
         settings: Settings,
         comm: Comm,
+        roll_call: RollCall,
         policy: Policy,
         followed: Followed,
     ) -> None:
         self.settings = settings
         self.comm = comm
-        self.policy = policy
+        self._roll_call = roll_call
         self.on_step: Callable[[StepStats], None] | None = None
         self.clip_before: float | None = None
         self.check_every = 0
         self.stats: StepStats | None = None
         """Of the last finished step; None before the first. Never half-filled."""
 
-        managed = {id(parameter) for parameter in model._module_parameters}
-        self._names: dict[Tensor, str] = {
-            parameter: name
-            for name, parameter in model.module.named_parameters()
-            if id(parameter) in managed
-        }
-        self._finds_unused = model.find_unused_parameters
-        self._parameters = {name: parameter for parameter, name in self._names.items()}
+        self._named = Named(model, policy)
         self._engine = Engine(settings, comm, [])
         self._followed = followed
-        self._layout: list[list[str]] = []
+        self._layout: Layout = []
         self._loaded = False  # the layout came from a state, not from DDP
         self._agreed = False
         self._seen: list[tuple[int, ...]] = []  # signatures of the last step's buckets
@@ -70,7 +66,7 @@ class Handle:
         self._waiting: list[Arrived] = []
         self._staged: list[Tensor] | None = None
         self.exchanger = Exchanger(weakref.WeakMethod(self._take))
-        self._finalizer = weakref.finalize(self, self.exchanger.close)
+        self._finalizer = weakref.finalize(self, _end_threads, roll_call, self.exchanger)
 
     @property
     def step(self) -> int:
@@ -95,7 +91,7 @@ class Handle:
             residual = self._engine.residual_of(bucket)
             if residual is None:
                 return {}
-            owed |= self._by_name(residual, names)
+            owed |= self._named.views(residual, names)
         return owed
 
     def state_dict(self) -> dict[str, Any]:
@@ -119,7 +115,7 @@ class Handle:
                 name: owed[name].clone()
                 if name in owed
                 else torch.zeros_like(p, dtype=acc_dtype(p))
-                for name, p in self._parameters.items()
+                for name, p in self._named.parameters.items()
             },
             "facts": json.dumps(facts),
         }
@@ -128,20 +124,10 @@ class Handle:
         """Go on where `state_dict` was taken: the same bits as a run that never stopped.
 
         A list of all ranks' states, saved by another number of ranks, is loaded too: rank r takes
-        over what ranks r, r+P, ... owed, so the sum over ranks stays what it was.
+        over what ranks r, r+P, ... owed. The method must be the same.
         """
-        mine = state if isinstance(state, dict) else taken_over(state, self.comm)
-        facts, owed = json.loads(mine["facts"]), mine["residuals"]
-        if facts["world_size"] != self.comm.size:
-            raise ValueError(
-                f"rank {self.comm.rank}: the state was saved by {facts['world_size']} ranks and "
-                f"there are {self.comm.size}: pass the list of all ranks' states"
-            )
-        if set(owed) != set(self._parameters):
-            raise ValueError(
-                f"rank {self.comm.rank}: the state is of another model; only one of them has "
-                f"{sorted(set(owed) ^ set(self._parameters))}"
-            )
+        names = self._named.parameters
+        facts, owed = fitting(state, self.comm, self.settings.method, names)
         owes = any(bool(part.any()) for part in owed.values())
         self._lay_out(facts["layout"], owed if owes else {})
         self._engine.load_state_dict(facts["engine"])
@@ -156,10 +142,16 @@ class Handle:
 
     def _take(self, arrived: Arrived) -> None:
         """One bucket, on the exchange thread."""
+        self._roll_call.step = self.step
         try:
+            if self._roll_call.verdict is not None:
+                raise ExchangeError("another rank called the roll")
             self._feed(arrived)
-        except ExchangeError as error:
-            raise ExchangeError(f"rank {self.comm.rank}, step {self.step}: {error}") from error
+        except NonfiniteError:
+            raise
+        except Exception as error:
+            self._roll_call.give_up(error, self.comm)
+            raise
 
     def _feed(self, arrived: Arrived) -> None:
         if arrived.index == 0:
@@ -180,7 +172,7 @@ class Handle:
 
     def _begin(self) -> None:
         if self.check_every and self.step and self.step % self.check_every == 0:
-            check_replicas(dict(self._parameters), self.comm, self.step)
+            check_replicas(self._named.parameters, self.comm, self.step)
         self._follow()
         if self._engine.phase == "sparse" and self._engine.step == self.settings.warmup_steps:
             log.info(
@@ -199,14 +191,14 @@ class Handle:
         scale = self._followed.scale_factor()
         if scale != 1.0:
             self._engine.rescale(scale)
-        factors = self._followed.rate_factors(self._parameters)
+        factors = self._followed.rate_factors(self._named.parameters)
         for name, residual in self.residuals.items() if factors else ():
             residual.mul_(factors.get(name, 1.0))
 
     def _feed_all(self) -> None:
         """All buckets at once: while DDP may still change them, and to clip before the exchange."""
         signatures = [arrived.signature() for arrived in self._waiting]
-        layout = [[self._names[p] for p in arrived.parameters] for arrived in self._waiting]
+        layout = self._named.layout_of(self._waiting)
         self._steady = self._steady + 1 if signatures == self._seen else 0
         self._seen = signatures
         # a loaded layout is kept until DDP comes to it, or has settled on another
@@ -215,7 +207,8 @@ class Handle:
         self._loaded = self._loaded and layout != self._layout
         if not self._agreed:
             self._agree()
-        staged = self._stage() if layout != self._layout else None
+        moved = layout != self._layout
+        staged = self._named.staged(self._waiting, self._layout) if moved else None
         grads = staged or [arrived.buffer for arrived in self._waiting]
         if self.clip_before is not None:
             clip_(grads, self.clip_before)
@@ -227,7 +220,7 @@ class Handle:
     def _finish(self, last: Arrived) -> None:
         stats = self._engine.finish(waited_since=last.at)
         if self._staged is not None:
-            self._unstage(self._staged)
+            self._named.unstage(self._staged, self._waiting, self._layout)
             self._staged = None
         if stats.skipped:
             log.warning(
@@ -249,9 +242,9 @@ class Handle:
         except Exception:
             log.exception("rank %d, step %d: on_step failed", self.comm.rank, stats.step)
 
-    def _lay_out(self, layout: list[list[str]], owed: dict[str, Tensor]) -> None:
+    def _lay_out(self, layout: Layout, owed: dict[str, Tensor]) -> None:
         """Cut the engine's buckets as given and carry over what is owed."""
-        self._engine.lay_out([self._bucket(names) for names in layout])
+        self._engine.lay_out([self._named.bucket(names) for names in layout])
         self._layout = layout
         if owed:
             like = next(iter(owed.values()))
@@ -259,43 +252,6 @@ class Handle:
             for name, residual in self.residuals.items():
                 if name in owed:
                     residual.copy_(owed[name])
-
-    def _bucket(self, names: list[str]) -> Bucket:
-        start, dense, sparse = 0, [], []
-        for name in names:
-            parameter = self._parameters[name]
-            ranges = dense if self.policy.is_dense(name, parameter) else sparse
-            ranges.append((start, start + parameter.numel()))
-            start += parameter.numel()
-        return Bucket(start, tuple(dense), tuple(sparse) if self._finds_unused else ())
-
-    def _views(self) -> dict[str, Tensor]:
-        """The gradient of every parameter in DDP's buckets of this step."""
-        views = {}
-        for arrived in self._waiting:
-            views |= self._by_name(arrived.buffer, [self._names[p] for p in arrived.parameters])
-        return views
-
-    def _by_name(self, flat: Tensor, names: list[str]) -> dict[str, Tensor]:
-        """Views of a bucket's parameters, each in its shape."""
-        parameters = [self._parameters[name] for name in names]
-        parts = flat.split([parameter.numel() for parameter in parameters])
-        return {
-            name: part.view(parameter.shape)
-            for name, part, parameter in zip(names, parts, parameters, strict=True)
-        }
-
-    def _stage(self) -> list[Tensor]:
-        """The gradients in the order of the loaded layout, while DDP still has another."""
-        views = self._views()
-        return [torch.cat([views[name].view(-1) for name in names]) for names in self._layout]
-
-    def _unstage(self, staged: list[Tensor]) -> None:
-        """Copy what was staged back into DDP's buckets."""
-        views = self._views()
-        for names, grad in zip(self._layout, staged, strict=True):
-            for name, part in self._by_name(grad, names).items():
-                views[name].copy_(part)
 
     def _agree(self) -> None:
         names = [name for bucket in self._layout for name in bucket]
@@ -311,6 +267,11 @@ class Handle:
         self._agreed = True
 
 
+def _end_threads(roll_call: RollCall, exchanger: Exchanger) -> None:
+    roll_call.close()
+    exchanger.close()
+
+
 def clip_(grads: list[Tensor], most: float) -> None:
     """Scale this rank's gradient to a norm of at most `most`."""
     norm = torch.linalg.vector_norm(
@@ -319,26 +280,3 @@ def clip_(grads: list[Tensor], most: float) -> None:
     scale = torch.clamp(most / (norm + 1e-6), max=1.0)
     for grad in grads:
         grad.mul_(scale.to(grad.dtype))
-
-
-def taken_over(states: list[dict[str, Any]], comm: Comm) -> dict[str, Any]:
-    """The state of this rank out of those of another number of ranks."""
-    if len(states) == comm.size:
-        return next(s for s in states if json.loads(s["facts"])["rank"] == comm.rank)
-    ordered = sorted(states, key=lambda state: json.loads(state["facts"])["rank"])
-    facts = [json.loads(state["facts"]) for state in ordered]
-    ranks = [its["rank"] for its in facts]
-    if ranks != list(range(facts[0]["world_size"])):
-        raise ValueError(
-            f"expected the states of {facts[0]['world_size']} ranks, got those of ranks {ranks}"
-        )
-    mine = ordered[comm.rank :: comm.size]
-    owed = {
-        name: sum((state["residuals"][name] for state in mine), torch.zeros_like(like))
-        for name, like in ordered[0]["residuals"].items()
-    }
-    engine = facts[0]["engine"] | {"numels": []}  # thresholds and bounds were for other ranks
-    return {
-        "residuals": owed,
-        "facts": json.dumps(facts[0] | {"world_size": comm.size, "engine": engine}),
-    }

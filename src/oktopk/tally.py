@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
+import torch
+
+from oktopk import kernels
 from oktopk.ledger import Ledger, Traffic, dense_allreduce
 from oktopk.methods import Exchanged
 from oktopk.sparse import Sparse
@@ -38,6 +41,16 @@ class Tally:
             smallest_magnitude([local for local, _ in pairs]),
             smallest_magnitude([exchanged.result for _, exchanged in pairs]),
         )
+
+    def is_finite(self, dtypes: dict[int, torch.dtype], size: int) -> bool:
+        """Whether all sums are, and their averages in the dtype of their bucket."""
+        for bucket, (_, exchanged) in self.moved.items():
+            for sums in (exchanged.result.values, exchanged.rider):
+                # an average is finite if its sum is, unless it is delivered in fewer bits
+                same = sums.dtype == dtypes[bucket]
+                if not kernels.all_finite(sums if same else (sums / size).to(dtypes[bucket])):
+                    return False
+        return True
 
     def stats(
         self, *, size: int, itemsize: int, riding: int, waited_since: float | None, **facts: Any

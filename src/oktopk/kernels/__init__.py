@@ -48,10 +48,18 @@ def select(x: Tensor, threshold: float, capacity: int) -> tuple[Sparse, int]:
     return form(x.device.type).select(x, threshold, capacity)
 
 
+def accumulate_(residual: Tensor, grad: Tensor) -> None:
+    """`residual += grad`, and `grad` becomes what `residual` was. One pass over both.
+
+    So the addition can be undone to the bit, without a third tensor.
+    """
+    form(residual.device.type).accumulate_(residual, grad)
+
+
 def accumulate_select(
     residual: Tensor, grad: Tensor, threshold: float, capacity: int
 ) -> tuple[Sparse, int]:
-    """`residual += grad`, then as `select`, in one pass over both. `grad` stays as it is."""
+    """`accumulate_`, then `select` from what `residual` has become, in one pass over both."""
     return form(residual.device.type).accumulate_select(residual, grad, threshold, capacity)
 
 

@@ -73,6 +73,14 @@ def _select(x, level, threshold, capacity, indices, values):
 
 
 @compiled
+def _accumulate(acc, grad):
+    for i in range(acc.size):
+        before = acc[i]
+        acc[i] = before + grad[i]
+        grad[i] = before
+
+
+@compiled
 def _accumulate_select(acc, grad, level, threshold, capacity, indices, values):
     count = 0
     num_words = max(acc.size // WIDTH - 1, 0)
@@ -83,8 +91,7 @@ def _accumulate_select(acc, grad, level, threshold, capacity, indices, values):
         else:
             count += np.intp(num_bits(hits))
     start = num_words * WIDTH
-    for i in range(start, acc.size):
-        acc[i] += grad[i]
+    _accumulate(acc[start:], grad[start:])
     return _select_tail(acc, level, capacity, indices, values, start, count)
 
 
@@ -192,15 +199,17 @@ def select(x: Tensor, threshold: float, capacity: int) -> tuple[Sparse, int]:
     return Sparse(indices[:num], values[:num], x.numel()), count
 
 
+def accumulate_(residual: Tensor, grad: Tensor) -> None:
+    _accumulate(residual.numpy(), grad.numpy())
+
+
 def accumulate_select(
     residual: Tensor, grad: Tensor, threshold: float, capacity: int
 ) -> tuple[Sparse, int]:
     capacity, indices, values = _room(residual, capacity)
     level, bits = _bits_of(threshold, residual)
-    # 16-bit gradients are widened first: numba has no such types, and on a CPU they are rare
-    wide = grad.to(residual.dtype)
     count = _accumulate_select(
-        residual.numpy(), wide.numpy(), level, bits, capacity, indices.numpy(), values.numpy()
+        residual.numpy(), grad.numpy(), level, bits, capacity, indices.numpy(), values.numpy()
     )
     num = min(count, capacity)
     return Sparse(indices[:num], values[:num], residual.numel()), count

@@ -8,6 +8,8 @@ values themselves, or in `merge` a flag per value.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -46,11 +48,12 @@ def _count(keys, level, counts, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def _add_count(acc, grad, level, counts, n, BLOCK: tl.constexpr):
-    """As _count, after acc += grad."""
+    """As _count, after acc += grad; grad becomes what acc was."""
     at = _positions(BLOCK)
-    total = tl.load(acc + at, at < n, other=0)
-    total += tl.load(grad + at, at < n, other=0).to(total.dtype)
+    before = tl.load(acc + at, at < n, other=0)
+    total = before + tl.load(grad + at, at < n, other=0)
     tl.store(acc + at, total, at < n)
+    tl.store(grad + at, before, at < n)
     tl.store(counts + tl.program_id(0), tl.sum(_hits(total, level, at < n).to(tl.int32), 0))
 
 
@@ -180,6 +183,11 @@ def select(x: Tensor, threshold: float, capacity: int) -> tuple[Sparse, int]:
     level, counts = _level(threshold, x), _counts(x)
     _launch(_count, x.numel(), x, level, counts)
     return _compact(x, level, x, counts, capacity)
+
+
+def accumulate_(residual: Tensor, grad: Tensor) -> None:
+    level, counts = _level(math.inf, residual), _counts(residual)  # a count nobody needs
+    _launch(_add_count, residual.numel(), residual, grad, level, counts)
 
 
 def accumulate_select(

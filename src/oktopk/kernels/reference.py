@@ -24,10 +24,16 @@ def select(x: Tensor, threshold: float, capacity: int) -> tuple[Sparse, int]:
     return Sparse(indices.int(), x[indices], x.numel()), count
 
 
+def accumulate_(residual: Tensor, grad: Tensor) -> None:
+    before = residual.clone()
+    residual.add_(grad)
+    grad.copy_(before)
+
+
 def accumulate_select(
     residual: Tensor, grad: Tensor, threshold: float, capacity: int
 ) -> tuple[Sparse, int]:
-    residual.add_(grad)
+    accumulate_(residual, grad)
     return select(residual, threshold, capacity)
 
 

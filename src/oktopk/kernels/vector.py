@@ -55,7 +55,7 @@ def hit_word(typing, x, position, threshold):
 
 @intrinsic
 def add_hit_word(typing, acc, grad, position, threshold):
-    """As hit_word, after acc[position : position + 32] += grad[position : position + 32]."""
+    """As hit_word, after acc += grad for these 32; grad becomes what acc was."""
     bits = acc.dtype.bitwidth
     integer = types.int32 if bits == 32 else types.int64
     signature = types.uint32(acc, grad, types.intp, integer)
@@ -63,8 +63,10 @@ def add_hit_word(typing, acc, grad, position, threshold):
     def codegen(context, builder, signature, args):
         to = _pointer(context, builder, signature.args[0], args[0], args[2])
         of = _pointer(context, builder, signature.args[1], args[1], args[2])
-        total = builder.fadd(_load(builder, to, bits), _load(builder, of, bits))
+        before = _load(builder, to, bits)
+        total = builder.fadd(before, _load(builder, of, bits))
         builder.store(total, to).align = bits // 8
+        builder.store(before, of).align = bits // 8
         return _hits(builder, total, args[3], bits)
 
     return signature, codegen

@@ -18,7 +18,8 @@ class Method:
     """One way to average a gradient: how to choose, how to exchange, and what that costs."""
 
     select: Callable[..., Sparse]
-    """(residual, grad, k, state) -> what this rank offers; leaves acc in `residual`."""
+    """(residual, grad, k, state) -> what this rank offers; leaves acc in `residual`, and in
+    `grad` what it was (but for `dense`, which changes neither)."""
 
     exchange: Callable[..., Exchanged]
     """(local, rider, k, state, comm) -> the global sums, the same bits on every rank."""

@@ -1,7 +1,8 @@
 """Moves one and two: `residual += grad`, then choose what to offer.
 
-Every selection takes (residual, grad, k, state), leaves acc in `residual` and returns at most k
-entries. Zeros are never offered, so there may be fewer. A `grad` of None is added already.
+Every selection takes (residual, grad, k, state), leaves acc in `residual`, what the residual was in
+`grad`, and returns at most k entries. Zeros are never offered, so there may be fewer; a NaN or Inf
+always is, if k > 0. A `grad` of None is added already.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def everything(residual: Tensor | None, grad: Tensor, k: int, state: State) -> S
 
 
 def accumulated(residual: Tensor, grad: Tensor | None) -> Tensor:
-    return residual if grad is None else residual.add_(grad)
+    if grad is not None:
+        kernels.accumulate_(residual, grad)
+    return residual
 
 
 def exact(residual: Tensor, grad: Tensor | None, k: int, state: State) -> Sparse:

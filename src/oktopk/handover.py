@@ -1,0 +1,61 @@
+"""Saved states: whether one fits this run, and this rank's share of another number of ranks'."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from oktopk.comm import Comm
+
+State = dict[str, Any]
+"""`residuals` by name, and `facts` as JSON."""
+
+
+def fitting(
+    state: State | list[State], comm: Comm, method: str, names: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The facts and residuals this rank goes on with; ValueError says what does not fit."""
+    mine = state if isinstance(state, dict) else _taken_over(state, comm)
+    facts, owed = json.loads(mine["facts"]), mine["residuals"]
+    if facts["world_size"] != comm.size:
+        raise ValueError(
+            f"rank {comm.rank}: the state was saved by {facts['world_size']} ranks and "
+            f"there are {comm.size}: pass the list of all ranks' states"
+        )
+    if facts["method"] != method:
+        raise ValueError(
+            f"rank {comm.rank}: the state was saved with method={facts['method']!r} and this is "
+            f"{method!r}: attach with the method it was saved with"
+        )
+    if set(owed) != set(names):
+        raise ValueError(
+            f"rank {comm.rank}: the state is of another model; only one of them has "
+            f"{sorted(set(owed) ^ set(names))}"
+        )
+    return facts, owed
+
+
+def _taken_over(states: list[State], comm: Comm) -> State:
+    """Rank r takes over what ranks r, r+P, ... owed, so the sum over ranks stays what it was."""
+    if len(states) == comm.size:
+        return next(s for s in states if json.loads(s["facts"])["rank"] == comm.rank)
+    ordered = sorted(states, key=lambda state: json.loads(state["facts"])["rank"])
+    facts = [json.loads(state["facts"]) for state in ordered]
+    ranks = [its["rank"] for its in facts]
+    if ranks != list(range(facts[0]["world_size"])):
+        raise ValueError(
+            f"expected the states of {facts[0]['world_size']} ranks, got those of ranks {ranks}"
+        )
+    mine = ordered[comm.rank :: comm.size]
+    owed = {
+        name: sum((state["residuals"][name] for state in mine), torch.zeros_like(like))
+        for name, like in ordered[0]["residuals"].items()
+    }
+    engine = facts[0]["engine"] | {"numels": []}  # thresholds and bounds were for other ranks
+    return {
+        "residuals": owed,
+        "facts": json.dumps(facts[0] | {"world_size": comm.size, "engine": engine}),
+    }

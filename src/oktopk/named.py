@@ -1,0 +1,69 @@
+"""`Named`: the parameters DDP exchanges, by name, and where they lie in flat buckets."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from oktopk.exchanger import Arrived
+from oktopk.layout import Bucket
+from oktopk.policy import Policy
+
+Layout = list[list[str]]
+"""The names in every bucket, in the order of their gradients."""
+
+
+class Named:
+    """Names outlive a layout: DDP rebuilds its buckets, and a resumed run may cut others."""
+
+    def __init__(self, model: DistributedDataParallel, policy: Policy) -> None:
+        managed = {id(parameter) for parameter in model._module_parameters}
+        self._names: dict[Tensor, str] = {
+            parameter: name
+            for name, parameter in model.module.named_parameters()
+            if id(parameter) in managed
+        }
+        self.parameters = {name: parameter for parameter, name in self._names.items()}
+        self._finds_unused = model.find_unused_parameters
+        self._policy = policy
+
+    def layout_of(self, buckets: list[Arrived]) -> Layout:
+        return [[self._names[p] for p in arrived.parameters] for arrived in buckets]
+
+    def bucket(self, names: list[str]) -> Bucket:
+        """Where in a bucket of these parameters the dense ones lie."""
+        start, dense, sparse = 0, [], []
+        for name in names:
+            parameter = self.parameters[name]
+            ranges = dense if self._policy.is_dense(name, parameter) else sparse
+            ranges.append((start, start + parameter.numel()))
+            start += parameter.numel()
+        return Bucket(start, tuple(dense), tuple(sparse) if self._finds_unused else ())
+
+    def views(self, flat: Tensor, names: list[str]) -> dict[str, Tensor]:
+        """The parts of a flat bucket, each in its parameter's shape."""
+        parameters = [self.parameters[name] for name in names]
+        parts = flat.split([parameter.numel() for parameter in parameters])
+        return {
+            name: part.view(parameter.shape)
+            for name, part, parameter in zip(names, parts, parameters, strict=True)
+        }
+
+    def staged(self, buckets: list[Arrived], layout: Layout) -> list[Tensor]:
+        """A copy of DDP's gradients in the order of another layout."""
+        views = self._gradients(buckets)
+        return [torch.cat([views[name].view(-1) for name in names]) for names in layout]
+
+    def unstage(self, staged: list[Tensor], buckets: list[Arrived], layout: Layout) -> None:
+        """Copy what was staged back into DDP's buckets."""
+        views = self._gradients(buckets)
+        for names, grad in zip(layout, staged, strict=True):
+            for name, part in self.views(grad, names).items():
+                views[name].copy_(part)
+
+    def _gradients(self, buckets: list[Arrived]) -> dict[str, Tensor]:
+        views = {}
+        for arrived, names in zip(buckets, self.layout_of(buckets), strict=True):
+            views |= self.views(arrived.buffer, names)
+        return views

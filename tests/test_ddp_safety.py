@@ -1,0 +1,250 @@
+"""What goes wrong on one rank is seen by all: NaNs, drifting weights, misuse, ends of all kinds."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import oktopk
+from idioms import IDIOMS, SPARSE, Net, batch, build, one_step, train, weights_of
+from oktopk.weights import BLOCK, checksum
+
+
+def attach_badly(group, what: str) -> str:
+    model = DistributedDataParallel(Net(), process_group=group)
+    try:
+        if what == "model":
+            oktopk.attach(model.module)
+        else:
+            oktopk.attach(model, **{what: -2.0})
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("model", "attach needs a DistributedDataParallel model, got Net"),
+        ("density", "density must be in (0, 1], got -2.0"),
+        ("timeout", "timeout must be more than 0 seconds, got -2.0"),
+    ],
+)
+def test_misuse_is_named(worlds, what, message):
+    for said in worlds.run(2, attach_badly, what):
+        assert message in said
+
+
+def logged(group, total_steps: int) -> list[str]:
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")
+    logger = logging.getLogger("oktopk")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        train(group, "plain", 5, {"warmup_steps": 3, "total_steps": total_steps})
+    finally:
+        logger.removeHandler(handler)
+    return lines
+
+
+def test_the_log_tells_of_the_sparse_phase(worlds):
+    for lines in worlds.run(2, logged, 5):
+        assert len(lines) == 1
+        assert lines[0].startswith("INFO step 3: the sparse phase begins, oktopk at density 0.02")
+    for lines in worlds.run(2, logged, 3):
+        assert lines[0].startswith("WARNING the run has 3 steps and the warm-up 3")
+
+
+def nan_on_one_rank(group, on_nonfinite: str, when: int) -> tuple:
+    """A NaN on rank 1 alone in step `when`, beside gradients that would wipe what is owed."""
+    rank, skipped = torch.distributed.get_rank(group), []
+    attached = {**SPARSE, "on_nonfinite": on_nonfinite, "on_step": skipped.append}
+    model, called, optimizer, handle = build(group, IDIOMS["plain"], 0, attached)
+    told, seen = [], None
+    for step in range(9):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        owed = {name: part.clone() for name, part in handle.residuals.items()}
+        loss = cross_entropy(called(x), y)
+        if step == when:
+            loss = loss * (float("nan") if rank == 1 else 1e20)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            told.append(str(error))
+        if step == when:
+            grads = torch.cat([p.grad.view(-1) for p in model.parameters()])
+            now = handle.residuals
+            kept = all(torch.equal(part, now[name]) for name, part in owed.items())
+            seen = (bool(grads.isnan().all()), bool(grads.any()), kept, len(owed))
+        else:
+            optimizer.step()
+    handle.close()
+    return weights_of(model), [s.skipped for s in skipped], handle.skipped_steps, told, seen
+
+
+@pytest.mark.parametrize("when", [1, 6], ids=["dense phase", "sparse phase"])
+@pytest.mark.parametrize("policy", ["skip", "deliver", "raise"])
+def test_a_nan_on_one_rank_is_skipped_by_all_and_nothing_owed_changes(worlds, policy, when):
+    ranks = worlds.run(3, nan_on_one_rank, policy, when)
+    for rank, (weights, skipped, num, told, seen) in enumerate(ranks):
+        assert skipped == [step == when for step in range(9)] and num == 1
+        is_nan, is_any, kept, num_owed = seen
+        assert kept and (num_owed > 0) == (when == 6)
+        assert len(told) == (policy == "raise"), "training goes on after the error"
+        if policy == "raise":
+            assert f"rank {rank}, step {when}: a gradient had a NaN or Inf on some rank" in told[0]
+        else:
+            assert (is_nan, is_any) == ((True, True) if policy == "deliver" else (False, False))
+        for name, value in weights.items():
+            assert torch.equal(value, ranks[0][0][name])
+
+
+def clipped(group) -> tuple[float, float]:
+    rank = torch.distributed.get_rank(group)
+    model, called, _, handle = build(
+        group, IDIOMS["plain"], 0, {"density": 1.0, "warmup_steps": 0, "clip_before": 0.01}
+    )
+    x, y = batch(rank, 0)
+    cross_entropy(called(x), y).backward()
+    handle.close()
+    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item(), rank
+
+
+def test_clipping_before_the_exchange(worlds):
+    for norm, _ in worlds.run(2, clipped):
+        assert 0 < norm <= 0.0101
+
+
+def drifted(group) -> str:
+    rank = torch.distributed.get_rank(group)
+    model, called, optimizer, handle = build(
+        group, IDIOMS["plain"], 0, {"warmup_steps": 0, "check_every": 5}
+    )
+    try:
+        for step in range(8):
+            if step == 3 and rank == 1:
+                with torch.no_grad():
+                    model.module.middle.weight[0, 0] += 1e-6
+            one_step(model, called, optimizer, IDIOMS["plain"], rank, step)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        handle.close()
+    return "no error"
+
+
+def test_weights_that_drift_apart_are_found(worlds):
+    for said in worlds.run(2, drifted):
+        assert "step 5: the weights of 'middle.weight' differ between rank 0 and ranks [1]" in said
+
+
+def test_the_checksum_sees_order():
+    x = torch.arange(3.0 * BLOCK)
+    changed = [x.flip(0), x.roll(1), x.roll(BLOCK), x.clone(), x.clone()]
+    changed[3][[4, 9]] = x[[9, 4]]
+    changed[4][-1] += 1
+    sums = {int(checksum(y)) for y in [x, *changed]}
+    assert len(sums) == 6 and int(checksum(x.clone())) in sums
+    assert checksum(x[:6].view(2, 3).bfloat16()) == checksum(x[:6].bfloat16())
+
+
+def threads_of(handle) -> list:
+    return [handle.exchanger._thread, handle._roll_call._thread]
+
+
+def after_close(group) -> tuple:
+    *parts, handle = build(group, IDIOMS["plain"], 0, {"warmup_steps": 0})
+    one_step(*parts, IDIOMS["plain"], 0, 0)
+    threads = threads_of(handle)
+    handle.close()
+    handle.close()
+    try:
+        one_step(*parts, IDIOMS["plain"], 0, 1)
+    except RuntimeError as error:
+        return str(error), [thread.is_alive() for thread in threads]
+    return "no error", []
+
+
+def test_training_after_close_is_an_error_not_a_hang(worlds):
+    for said, alive in worlds.run(2, after_close):
+        assert "the handle of this model was closed" in said
+        assert alive == [False, False]
+
+
+def forgotten(group) -> list[bool]:
+    *parts, handle = build(group, IDIOMS["plain"], 0, {"warmup_steps": 0})
+    one_step(*parts, IDIOMS["plain"], 0, 0)
+    threads = threads_of(handle)
+    del parts, handle
+    gc.collect()
+    for thread in threads:
+        thread.join(5)
+    return [thread.is_alive() for thread in threads]
+
+
+def test_a_forgotten_handle_ends_its_threads(worlds):
+    assert worlds.run(2, forgotten) == [[False, False]] * 2
+
+
+def test_a_process_may_end_without_close(tmp_path, free_port):
+    """No hang, no crash of a thread that outlives the interpreter, not a word on stderr."""
+    script = Path(__file__).parent / "endless.py"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", script, str(rank), "2", f"tcp://127.0.0.1:{free_port}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            stdout, stderr = process.communicate(timeout=60)
+            assert (process.returncode, stdout, stderr) == (0, "ten steps\n", "")
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def failing_callback(group) -> list[int]:
+    seen = []
+
+    def keep_and_fail(stats) -> None:
+        seen.append(stats.step)
+        raise ValueError("a mistake in the callback")
+
+    logging.getLogger("oktopk").disabled = True
+    train(group, "plain", 5, {"warmup_steps": 2, "on_step": keep_and_fail})
+    logging.getLogger("oktopk").disabled = False
+    return seen
+
+
+def test_a_failing_callback_stops_nobody(worlds):
+    assert worlds.run(2, failing_callback) == [[0, 1, 2, 3, 4]] * 2
+
+
+def overflowing(group) -> tuple:
+    """Finite gradients whose sum is not."""
+    model = DistributedDataParallel(torch.nn.Linear(64, 64, bias=False), process_group=group)
+    handle = oktopk.attach(model, density=0.1, warmup_steps=0)
+    (model(torch.full((1, 64), 3e38)).sum()).backward()
+    handle.close()
+    return handle.skipped_steps, bool(model.module.weight.grad.any())
+
+
+def test_a_sum_that_overflows_is_skipped(worlds):
+    assert worlds.run(2, overflowing) == [(1, False)] * 2

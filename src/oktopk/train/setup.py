@@ -28,9 +28,11 @@ from oktopk.train.totals import Totals
 log = logging.getLogger("oktopk")
 
 DATA = Path("data")
-# torch 2.13 renamed the argument
+# Each rank keeps the statistics of its own batches, and validation averages them. torch 2.13 renamed
+# the argument.
 _NAMES = signature(DistributedDataParallel.__init__).parameters
-_SYNC_BUFFERS = next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in _NAMES)
+_OWN = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
+OWN_BUFFERS: dict[str, Any] = {_OWN: False}
 
 
 @dataclass(slots=True)
@@ -135,9 +137,7 @@ def set_up(config: Config, comm: Comm, device: torch.device, place: Place) -> Ru
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        **{
-            _SYNC_BUFFERS: False
-        },  # each rank has the statistics of its batches; validation averages
+        **OWN_BUFFERS,
     )
     handle = oktopk.attach(
         ddp,

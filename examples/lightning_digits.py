@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import oktopk
 
 EPOCHS, WARMUP_STEPS, NUM_TEST = 10, 25, 360
-ON_CPU = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+QUIET = ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"]
+SETUP = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", **dict.fromkeys(QUIET, False)}
 
 
 class Digits(LightningModule):
@@ -43,7 +43,7 @@ def main() -> None:
     model, steps = Digits(), []
     how = {"density": 0.02, "warmup_steps": WARMUP_STEPS, "on_step": steps.append}
     sparse = LambdaCallback(on_fit_start=lambda t, _: oktopk.attach(t.strategy.model, **how))
-    trainer = Trainer(max_epochs=EPOCHS, callbacks=[sparse], **ON_CPU, **QUIET)
+    trainer = Trainer(max_epochs=EPOCHS, callbacks=[sparse], **SETUP)
     trainer.fit(model, loader)
 
     if trainer.is_global_zero:

@@ -42,7 +42,7 @@ ORDER = [
     "ddp",
     "place",
     "meeting",
-    "roll",
+    "signin",
     "join",
     "launch",
     "check",

@@ -1,4 +1,4 @@
-"""Places, meeting points, the roll call, and the care for workers; other launchers simulated."""
+"""Places, meeting points, signing in, and the care for workers; other launchers simulated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from oktopk.comm import Comm, TorchTransport
 from oktopk.join import _end_with_parent, joined
 from oktopk.launch import LaunchError, Place, find_place, start_workers, workers_to_start
 from oktopk.meeting import PORTS, first_host, meeting_point
-from oktopk.roll import _quota, device_of, threads
+from oktopk.signin import _quota, device_of, threads
 
 OF_LAUNCHERS = ("OKTOPK_", "OMPI_", "PMI", "MPI_", "SLURM_", "PBS_", "MASTER_", "TORCHELASTIC_")
 NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"}
@@ -182,12 +182,12 @@ def word(host: str, cores: range, gpus: tuple[str, ...] = ()) -> dict:
 
 
 def test_workers_do_not_fight_for_cores(monkeypatch):
-    monkeypatch.setattr("oktopk.roll._quota", lambda: float("inf"))
+    monkeypatch.setattr("oktopk.signin._quota", lambda: float("inf"))
     shared = [word("a", range(16))] * 4 + [word("b", range(6))] * 4
     assert [threads(rank, shared) for rank in (0, 3, 4)] == [4, 4, 1]
     bound = [word("a", range(4)), word("a", range(4, 12))]
     assert [threads(rank, bound) for rank in (0, 1)] == [4, 8]
-    monkeypatch.setattr("oktopk.roll._quota", lambda: 6.0)
+    monkeypatch.setattr("oktopk.signin._quota", lambda: 6.0)
     assert threads(0, shared) == 1 and threads(1, bound) == 3
 
 
@@ -198,9 +198,9 @@ def test_containers_have_a_quota(tmp_path, text, cores):
 
 
 def test_all_ranks_use_gpus_or_none_does():
-    def devices(*roll: dict) -> list[str]:
-        places = [Place("x", rank, len(roll), 0, 1) for rank in range(len(roll))]
-        return [str(device_of(place, list(roll))) for place in places]
+    def devices(*signed: dict) -> list[str]:
+        places = [Place("x", rank, len(signed), 0, 1) for rank in range(len(signed))]
+        return [str(device_of(place, list(signed))) for place in places]
 
     core = range(1)
     assert devices(word("a", core), word("a", core)) == ["cpu", "cpu"]
@@ -208,9 +208,9 @@ def test_all_ranks_use_gpus_or_none_does():
     assert devices(two, two, word("b", core, both)) == ["cuda:0", "cuda:1", "cuda:0"]
     own = [word("a", core, (gpu,)) for gpu in both]
     assert devices(*own) == ["cuda:0", "cuda:0"], "a launcher left each rank its own"
-    for roll in ([own[0], own[0]], [two, word("b", core)], [two, two, two]):
+    for signed in ([own[0], own[0]], [two, word("b", core)], [two, two, two]):
         with pytest.warns(UserWarning, match="not one each: all run on CPUs"):
-            assert set(devices(*roll)) == {"cpu"}
+            assert set(devices(*signed)) == {"cpu"}
 
 
 def test_workers_or_launcher():

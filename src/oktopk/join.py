@@ -1,4 +1,4 @@
-"""Join the other ranks: meet at a store, call the roll, make the group, and leave it."""
+"""Join the other ranks: meet at a store, sign in, make the group, and leave it."""
 
 # pyright: reportPrivateImportUsage=false
 # torch documents its stores, but does not list them as exported
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from oktopk.meeting import meeting_point
 from oktopk.place import LaunchError, Place
-from oktopk.roll import call_roll, device_of, threads
+from oktopk.signin import device_of, sign_in, threads
 
 ALONE = Place("nobody", 0, 1, 0, 1)
 LEAVE_SECONDS = 5.0
@@ -37,10 +37,10 @@ def joined(place: Place | None, timeout: float) -> Iterator[torch.device]:
     place = place or ALONE
     if place.launcher == "oktopk":
         Thread(target=_end_with_parent, daemon=True).start()
-    store, roll = call_roll(_meet(place, timeout), place, timeout)
-    device = device_of(place, roll)
+    store, signed = sign_in(_meet(place, timeout), place, timeout)
+    device = device_of(place, signed)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads(place.rank, roll))
+        torch.set_num_threads(threads(place.rank, signed))
     if place.local_size == place.size:
         _stay_on_loopback()
     if device.type == "cuda":

@@ -28,7 +28,7 @@ from oktopk.train.totals import Totals
 log = logging.getLogger("oktopk")
 
 DATA = Path("data")
-# Each rank keeps the statistics of its own batches, and validation averages them. torch 2.13 renamed
+# Each rank keeps the statistics of its batches, and validation averages them. torch 2.13 renamed
 # the argument.
 _NAMES = signature(DistributedDataParallel.__init__).parameters
 _OWN = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"

@@ -1,4 +1,4 @@
-"""The roll call: every rank says what it has, and all know it before the group is made.
+"""Signing in: every rank says what it has, and all know it before the group is made.
 
 It is also what makes a second start at the same store safe. torchrun keeps its store when it
 restarts the workers, and the addresses of the dead are still in it; so rank 0 opens a new page
@@ -26,13 +26,13 @@ import torch.distributed as dist
 from oktopk.place import LaunchError, Place
 
 Word = dict[str, Any]
-Roll = list[Word]
+Signed = list[Word]
 Page = tuple[str, list[Word | None]]
 HEARD_SECONDS = 1.0
 """What the others have to hear who is missing, before rank 0 leaves and its store with it."""
 
 
-def call_roll(store: dist.Store, place: Place, timeout: float) -> tuple[dist.Store, Roll]:
+def sign_in(store: dist.Store, place: Place, timeout: float) -> tuple[dist.Store, Signed]:
     """A page of the store that only these ranks write on, and what each said of itself."""
     mine = _word()
     try:
@@ -68,7 +68,7 @@ def _gather_words(store: dist.Store, mine: Word, place: Place, timeout: float) -
         for rank in [rank for rank, key in missing.items() if store.check([key])]:
             words[rank] = json.loads(store.get(missing.pop(rank)))
         time.sleep(0.02)
-    store.set(f"{page}/roll", json.dumps(words))
+    store.set(f"{page}/signed", json.dumps(words))
     if missing:
         time.sleep(HEARD_SECONDS)
     return page, words
@@ -82,20 +82,23 @@ def _answer(store: dist.Store, mine: Word, place: Place, timeout: float) -> Page
         if page != answered:
             store.set(f"{page}/{place.rank}", json.dumps(mine))
             answered = page
-        if page and store.check([f"{page}/roll"]):
-            words = json.loads(store.get(f"{page}/roll"))
+        if page and store.check([f"{page}/signed"]):
+            words = json.loads(store.get(f"{page}/signed"))
             if words[place.rank : place.rank + 1] == [mine]:  # else it is of an earlier life
                 return page, words
         time.sleep(0.02)
-    raise LaunchError(f"{place}: rank 0 did not call the roll within {timeout:g} s")
+    raise LaunchError(f"{place}: rank 0 did not open the list within {timeout:g} s")
 
 
-def device_of(place: Place, roll: Roll) -> torch.device:
+def device_of(place: Place, signed: Signed) -> torch.device:
     """This rank's GPU if every rank has one of its own, else the CPU; the same on all ranks."""
-    seen = [bool(word["gpus"]) for word in roll]
-    own = [_own_gpu(rank, roll) for rank in range(place.size)]
-    if None not in own and len(set(zip([w["host"] for w in roll], own, strict=True))) == place.size:
-        return torch.device("cuda", roll[place.rank]["gpus"].index(own[place.rank]))
+    seen = [bool(word["gpus"]) for word in signed]
+    own = [_own_gpu(rank, signed) for rank in range(place.size)]
+    if (
+        None not in own
+        and len(set(zip([w["host"] for w in signed], own, strict=True))) == place.size
+    ):
+        return torch.device("cuda", signed[place.rank]["gpus"].index(own[place.rank]))
     if any(seen) and place.rank == 0:
         warnings.warn(
             f"{sum(seen)} of {place.size} ranks see a GPU, but not one each: all run on CPUs",
@@ -104,17 +107,17 @@ def device_of(place: Place, roll: Roll) -> torch.device:
     return torch.device("cpu")
 
 
-def _own_gpu(rank: int, roll: Roll) -> str | None:
+def _own_gpu(rank: int, signed: Signed) -> str | None:
     """The only GPU a launcher left visible, or that of the rank's number on its host."""
-    gpus = roll[rank]["gpus"]
-    local = sum(word["host"] == roll[rank]["host"] for word in roll[:rank])
+    gpus = signed[rank]["gpus"]
+    local = sum(word["host"] == signed[rank]["host"] for word in signed[:rank])
     return gpus[0] if len(gpus) == 1 else gpus[local] if local < len(gpus) else None
 
 
-def threads(rank: int, roll: Roll) -> int:
+def threads(rank: int, signed: Signed) -> int:
     """Cores per rank: a core that several ranks of a host may use is shared out among them."""
-    mine = roll[rank]
-    here = [word for word in roll if word["host"] == mine["host"]]
+    mine = signed[rank]
+    here = [word for word in signed if word["host"] == mine["host"]]
     claims = Counter(core for word in here for core in word["cores"])
     share = sum(1 / claims[core] for core in mine["cores"])
     return max(1, int(min(share, _quota() / len(here)) + 1e-6))

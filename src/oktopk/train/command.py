@@ -128,7 +128,8 @@ def opening(run: Run, folder: Path) -> str:
     return (
         f"{folder}: lstman4 with {numel:,} parameters, {len(corpus.train)} + {len(corpus.test)} "
         f"utterances ({hours:.2f} h)\n"
-        f"{run.comm.size} workers x batch {config.batch} on {run.device.type}: "
+        f"{run.comm.size} worker{'s' * (run.comm.size > 1)} x batch {config.batch} on "
+        f"{run.device.type}: "
         f"{run.steps_per_epoch} steps an epoch, {run.total_steps} in all, {_phases(run)}"
     )
 

@@ -28,7 +28,8 @@ def summary(
         for name in ("steps", "microseconds", "bytes_sent", "bytes_dense")
     ]
     lines.append(_row("whole run", *whole))
-    lines.append(f"bytes are those of all {workers} workers, headers included")
+    of = f"all {workers} workers" if workers > 1 else "the one worker"
+    lines.append(f"bytes are those of {of}, headers included")
     skipped = sum(sums.skipped for sums in totals.values())
     if skipped:
         lines.append(f"{skipped} steps were skipped: a gradient was not finite")

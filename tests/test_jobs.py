@@ -73,7 +73,8 @@ def test_the_slurm_job_starts_ranks_that_find_their_place(tmp_path):
     batch = {"SLURM_JOB_ID": 7, "SLURM_PROCID": 0, "SLURM_NTASKS": 8, "SLURM_CPUS_PER_TASK": 8}
     said = run_job(JOBS / "slurm.sh", tmp_path, SLURM_SUBMIT_DIR=tmp_path, **batch)
     place = Place("srun", 5, 8, 1, 4)
-    assert said == f"-m oktopk train --config lstm_extended\n{place} gpu07\n"
+    command = "-m oktopk train --config lstm_extended --data data/an4 --resume"
+    assert said == f"{command}\n{place} gpu07\n"
 
 
 def test_the_pbs_job_starts_torchrun_on_two_nodes_of_four(tmp_path):
@@ -84,7 +85,8 @@ def test_the_pbs_job_starts_torchrun_on_two_nodes_of_four(tmp_path):
     job = {"PBS_O_WORKDIR": tmp_path, "PBS_NODEFILE": tmp_path / "nodes", "PBS_JOBID": "0812.head"}
     assert run_job(JOBS / "pbs.sh", tmp_path, **job) == (
         f"{tmp_path} --nnodes 2 --nproc-per-node 4 --max-restarts 3 --rdzv-backend c10d "
-        "--rdzv-endpoint gpu1:20812 --rdzv-id 0812.head -m oktopk train --config lstm_extended\n"
+        "--rdzv-endpoint gpu1:20812 --rdzv-id 0812.head -m oktopk train --config lstm_extended "
+        "--data data/an4 --resume\n"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,7 +46,7 @@ def train(group, corpus: str, runs: str, settings: dict, resume: bool, faults: d
     rank, size = dist.get_rank(), dist.get_world_size()
     config = Config(**(TINY | {"name": "tiny", "data": corpus, "runs": runs} | settings))
     place = Place("test", rank, size, rank, size)
-    with faulty(rank, **(faults or {})):
+    with faulty(rank, runs, **(faults or {})):
         try:
             folder, result, totals = run_all(config, torch.device("cpu"), place, resume)
         except InterruptedRunError:
@@ -56,14 +57,23 @@ def train(group, corpus: str, runs: str, settings: dict, resume: bool, faults: d
 
 
 @contextmanager
-def faulty(rank: int, breaks_at: int = -1, nan_at: tuple[int, int, int] = (-1, 0, 0)):
-    """Steps that break off, or have a loss that is not a number."""
+def faulty(
+    rank: int,
+    runs: str,
+    breaks_at: int = -1,
+    nan_at: tuple[int, int, int] = (-1, 0, 0),
+    fills_at: int = -1,
+):
+    """Steps that break off, have a loss that is not a number, or find the disk full."""
     take_step, loss_of, at = loop.take_step, step.ctc_loss, [0]
 
     def breaking(run, batches):
         at[0] = run.progress.step
         if at[0] == breaks_at:
             raise InterruptedRunError
+        if at[0] == fills_at and rank == 0:
+            room = os.statvfs(runs)
+            Path(runs, "ballast").write_bytes(bytes(room.f_bavail * room.f_bsize - 100_000))
         return take_step(run, batches)
 
     def poisoned(*args):

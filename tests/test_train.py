@@ -8,6 +8,9 @@ import pytest
 import torch
 
 import speech
+from oktopk.train import folder
+from oktopk.train.data.speak import speak
+from oktopk.train.errors import RunError
 from oktopk.train.validate import errors, summarise, validates
 
 
@@ -94,7 +97,6 @@ def test_validation_has_the_same_numbers_on_any_number_of_ranks(worlds, corpus, 
         results[P] = answers[0][1]
     assert results[1].utterances == 7
     assert results[1].wer == results[2].wer == results[3].wer
-    assert results[1].samples[:3] == results[3].samples[:3]
 
 
 @pytest.mark.parametrize("breaks_at", [3, 4, 5])
@@ -129,6 +131,71 @@ def test_another_number_of_ranks_goes_on(worlds, corpus, tmp_path):
     assert [step for _, step in steps] == list(range(len(steps)))
     assert [epoch for epoch, _ in steps].count(1) == 6  # 26 utterances, 4 a step
     assert result is not None
+
+
+def test_a_run_that_was_cut_short_goes_on_in_the_same_epoch(worlds, corpus, tmp_path):
+    settings = {"epochs": 2, "lr_final": 0.1}  # 6 steps an epoch
+    whole = worlds.run(2, speech.train, corpus, str(tmp_path / "whole"), settings, False)
+    cut = str(tmp_path / "cut")
+    worlds.run(2, speech.train, corpus, cut, settings | {"max_steps": 3}, False)
+    longer = worlds.run(2, speech.train, corpus, cut, settings, True)
+    first, second = (
+        [speech.timeless(entry) for entry in speech.entries(folder, "step")]
+        for folder in (whole[0][0], longer[0][0])
+    )
+    assert first == second
+    epochs = [(e["epoch"], e["complete"]) for e in speech.entries(longer[0][0], "epoch")]
+    assert epochs == [(0, False), (0, True), (1, True)]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
+def test_bytes_stay_what_they_were_with_other_ranks(worlds, corpus, tmp_path, before, after):
+    settings = {"epochs": 9, "max_steps": 3}
+    _, _, totals = worlds.run(before, speech.train, corpus, str(tmp_path), settings, False)[0]
+    _, result, later = worlds.run(after, speech.train, corpus, str(tmp_path), settings, True)[0]
+    assert result is None  # nothing was left to do
+    assert [phase[:4] for phase in later] == [phase[:4] for phase in totals]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"hidden": 16}, "is of a run with hidden 8 and not 16"),
+        ({"method": "gtopk"}, "is of a run with method oktopk and not gtopk"),
+        ({"optimizer": "sgd"}, "is of a run with optimizer adamw and not sgd"),
+    ],
+)
+def test_another_run_is_not_resumed(worlds, corpus, tmp_path, changed, message):
+    settings = {"max_steps": 1}
+    worlds.run(1, speech.train, corpus, str(tmp_path), settings, False)
+    before = (tmp_path / "tiny" / "config.toml").read_text()
+    [answer] = worlds.run(1, speech.train, corpus, str(tmp_path), settings | changed, True)
+    assert message in answer and "--name" in answer
+    assert (tmp_path / "tiny" / "config.toml").read_text() == before
+
+
+def test_other_recordings_are_not_taken_for_the_same(worlds, corpus, tmp_path):
+    speak(tmp_path / "other", train=26, test=7, seed=4)
+    settings = {"max_steps": 1}
+    worlds.run(1, speech.train, corpus, str(tmp_path), settings, False)
+    [answer] = worlds.run(1, speech.train, str(tmp_path / "other"), str(tmp_path), settings, True)
+    assert "is of a run on other recordings" in answer
+
+
+def test_a_cut_metrics_file_is_mended(worlds, corpus, tmp_path):
+    worlds.run(1, speech.train, corpus, str(tmp_path), {"max_steps": 4}, False)
+    path = tmp_path / "tiny" / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-300])
+    worlds.run(1, speech.train, corpus, str(tmp_path), {"max_steps": 6}, True)
+    assert [entry["step"] for entry in speech.entries(tmp_path / "tiny", "step")][-2:] == [4, 5]
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    numbers = [folder.make(tmp_path, "a", resume=False) for _ in range(3)]
+    assert numbers == [1, 2, 3] and folder.newest(tmp_path, "a") == 3
+    with folder.lock(tmp_path / "a"), pytest.raises(RunError, match="another run is writing"):
+        folder.lock(tmp_path / "a")
+    folder.lock(tmp_path / "a").close()
 
 
 def test_a_second_run_does_not_write_over_the_first(worlds, corpus, tmp_path):

@@ -47,6 +47,7 @@ def test_a_healthy_run_says_what_matters_and_warns_of_nothing(corpus, tmp_path):
     assert re.search(r"sparse phase +\d+ +\d+", done.stdout)
     assert f"run folder: {tmp_path}/tiny" in done.stdout
     assert {path.name for path in (tmp_path / "tiny").iterdir()} == {
+        ".lock",
         "config.toml",
         "metrics.jsonl",
         "tensorboard",
@@ -70,6 +71,11 @@ def test_a_run_too_short_for_the_sparse_phase_says_so_at_the_start(corpus, tmp_p
         (["--density", "7"], "density must be in (0, 1], got 7.0"),
         (["--config", "lstm_ful"], "lstm_full"),
         (["--workers", "0"], "workers must be at least 1, got 0"),
+        (["--lr", "nan"], "lr must be finite, got nan"),
+        (["--seed", "-1"], "seed must be at least 0, got -1"),
+        (["--name", "p/q"], "name must be letters"),
+        (["--name", ""], "name must be letters"),
+        (["--workers", "1", "--runs", "/proc/x"], "/proc/x"),
         (["--data", "/nowhere", "--workers", "1"], "/nowhere must have one file"),
     ],
 )

@@ -83,6 +83,19 @@ def test_a_full_disk_keeps_the_last_checkpoint(worlds, corpus, tmp_path):
         assert result is not None
 
 
+def test_a_full_disk_at_an_epochs_end_keeps_the_only_checkpoint(worlds, corpus, tmp_path):
+    """With keep = 1, and a checkpoint due at the very step the epoch ends: it is written once."""
+    settings = {"epochs": 1, "checkpoint_every": 3, "keep": 1}
+    with small_disk(tmp_path, "4m"):
+        answers = worlds.run(
+            2, speech.train, corpus, str(tmp_path), settings, False, {"fills_at": 5}
+        )
+        assert any("No space left" in answer for answer in answers)
+        (tmp_path / "ballast").unlink()
+        kept = str(tmp_path / "tiny" / "checkpoints" / "step-00000003")
+        assert worlds.run(2, speech.found, str(tmp_path / "tiny")) == [kept] * 2
+
+
 @pytest.mark.parametrize("at", [1, 4])
 def test_a_nan_in_the_loss_of_one_rank_is_skipped_by_all(worlds, corpus, tmp_path, at):
     """In the dense phase and in the sparse one."""
@@ -94,6 +107,10 @@ def test_a_nan_in_the_loss_of_one_rank_is_skipped_by_all(worlds, corpus, tmp_pat
     steps = speech.entries(folder, "step")
     assert [entry["skipped"] for entry in steps] == [step == at for step in range(6)]
     assert steps[at]["loss"] is None  # JSON has no NaN
+    [epoch] = speech.entries(folder, "epoch")
+    assert epoch["train_loss"] == pytest.approx(
+        sum(entry["loss"] for entry in steps if not entry["skipped"]) / 5, rel=1e-5
+    )
     assert result.val_loss < float("inf")
     assert sum(phase[1] for phase in totals) == 1
 

@@ -102,6 +102,8 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     speech = commands.add_parser(
         "train",
         help="train lstman4 speech recognition, on AN4 or on a corpus it speaks itself",
+        description="Train lstman4. In parentheses: the reference's values. A config changes some; "
+        f"without --config it is {DEFAULT} (configs/{DEFAULT}.toml).",
         epilog="examples: oktopk train; oktopk train --config lstm_extended --data data/an4; "
         "torchrun --nproc-per-node 4 -m oktopk train --resume",
         allow_abbrev=False,

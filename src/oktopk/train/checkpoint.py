@@ -129,7 +129,7 @@ def find(folder: Path, comm: Comm, device: torch.device) -> Path | None:
     """
     steps = {
         int(path.parent.name.removeprefix("step-")): path.parent
-        for path in folder.glob(f"step-*/{COMPLETE}")
+        for path in folder.glob(f"step-{'[0-9]' * 8}/{COMPLETE}")
     }
     good = sorted(step for step, path in steps.items() if _whole(path, comm))
     newest = torch.full((8,), -1, dtype=torch.int64)
@@ -178,11 +178,11 @@ def needed(facts: dict[str, Any], comm: Comm) -> list[str]:
     return [COMMON, *(rank_file(rank) for rank in ranks)]
 
 
-def load(path: Path, comm: Comm) -> tuple[dict[str, Any], list[dict]]:
-    """The common content, and this rank's; all ranks' when it was saved by another number."""
+def load(path: Path, comm: Comm) -> tuple[int, dict[str, Any], list[dict]]:
+    """How many ranks saved it, the common content, and this rank's; else all ranks'."""
     facts = json.loads((path / COMPLETE).read_text())
     common, *owns = (
         torch.load(path / name, map_location="cpu", weights_only=True)
         for name in needed(facts, comm)
     )
-    return common, owns
+    return facts["world_size"], common, owns

@@ -6,6 +6,8 @@ import argparse
 import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -14,12 +16,13 @@ from oktopk.comm import Comm, TorchTransport
 from oktopk.launch import Place, find_place, joined, start_workers, workers_to_start
 from oktopk.train import checkpoint
 from oktopk.train.config import DEFAULT, Config, load, to_toml, with_flags
-from oktopk.train.console import say
+from oktopk.train.console import LineHandler, say
 from oktopk.train.data.problems import DataError
 from oktopk.train.errors import RunError
-from oktopk.train.folder import CHECKPOINTS, choose, numbered
-from oktopk.train.loop import restore, train
+from oktopk.train.folder import CHECKPOINTS, lock, make, newest, numbered
+from oktopk.train.loop import train
 from oktopk.train.recorder import Recorder
+from oktopk.train.resume import restore
 from oktopk.train.setup import Run, set_up
 from oktopk.train.summary import summary
 from oktopk.train.together import together
@@ -27,6 +30,9 @@ from oktopk.train.totals import Totals
 from oktopk.train.validate import Validation
 
 log = logging.getLogger("oktopk")
+SETTINGS = "config.toml"
+GO_ON = "the same command with --resume goes on from the last checkpoint, if there is one"
+ENDED_BY_HAND = (2, 130, 143)
 ALONE = Place("none", 0, 1, 0, 1)
 
 
@@ -40,29 +46,37 @@ def command(args: argparse.Namespace, argv: list[str]) -> int:
     place = find_place()
     workers = workers_to_start(place, getattr(args, "workers", None), config.workers)
     if workers:
-        return start_workers(workers, argv)
+        code = start_workers(workers, argv)
+        if code and code not in ENDED_BY_HAND:
+            sys.stderr.write(f"oktopk train: {GO_ON}\n")
+        return code
     try:
         return work(config, place or ALONE, args.resume)
-    except (RunError, DataError) as error:
+    except (RunError, DataError, OSError) as error:
         sys.stderr.write(f"oktopk train: {error}\n")
         return 1
 
 
 def resolve(args: argparse.Namespace) -> Config:
-    """The config of the file and the flags; a run that is resumed has its own."""
-    named = args.config
-    if args.resume and named is None:
-        known = with_flags(load(DEFAULT), args)
-        runs = Path(known.runs)
-        own = numbered(runs, known.name, choose(runs, known.name, resume=True)) / "config.toml"
-        named = str(own) if own.is_file() else None
-    return with_flags(load(named or DEFAULT), args)
+    """The config and the flags; a run that is resumed goes on with its own settings and the flags.
+
+    So the same command with --resume starts a run and continues it.
+    """
+    config = with_flags(load(args.config or DEFAULT), args)
+    if args.resume:
+        runs = Path(config.runs)
+        own = numbered(runs, config.name, newest(runs, config.name)) / SETTINGS
+        if own.is_file():
+            return with_flags(load(str(own)), args)
+    return config
 
 
 def work(config: Config, place: Place, resume: bool) -> int:
     """One worker's whole life."""
     logging.basicConfig(
-        level=logging.INFO if place.rank == 0 else logging.WARNING, format="%(message)s"
+        level=logging.INFO if place.rank == 0 else logging.WARNING,
+        format="%(message)s",
+        handlers=[LineHandler()],
     )
     started = time.monotonic()
     with joined(place, config.timeout) as device:
@@ -77,36 +91,43 @@ def run_all(
 ) -> tuple[Path, Validation | None, Totals]:
     """The run from its folder to its last validation, in the default process group."""
     comm = Comm(TorchTransport())
-    folder = make_folder(config, comm, device, resume)
-    run = set_up(config, comm, device, place)
-    try:
-        journal_bytes = find_and_restore(run, folder) if resume else 0
-        with Recorder(run, folder, journal_bytes) as recorder:
-            recorder.say(opening(run, folder))
-            result = train(run, recorder, folder)
-        return folder, result, run.totals.of_all(comm, device)
-    except RuntimeError as error:
-        if run.handle.failure is None:
-            raise
-        # DDP wraps it in a message of its own
-        raise RunError(str(run.handle.failure)) from error
-    finally:
-        run.handle.close()
+    with make_folder(config, comm, device, resume) as folder:
+        run = set_up(config, comm, device, place)
+        try:
+            journal_bytes = find_and_restore(run, folder) if resume else 0
+            if comm.rank == 0:  # not before: a resume that fails must leave the run as it is
+                (folder / SETTINGS).write_text(to_toml(config))
+            with Recorder(run, folder, journal_bytes) as recorder:
+                recorder.say(opening(run, folder))
+                result = train(run, recorder, folder)
+            return folder, result, run.totals.of_all(comm, device)
+        except RuntimeError as error:
+            if run.handle.failure is None:
+                raise
+            # DDP wraps it in a message of its own
+            raise RunError(f"{run.handle.failure}\n{GO_ON}") from error
+        finally:
+            run.handle.close()
 
 
-def make_folder(config: Config, comm: Comm, device: torch.device, resume: bool) -> Path:
-    """The folder of the run, the same on every rank: rank 0 chooses its number."""
+@contextmanager
+def make_folder(config: Config, comm: Comm, device: torch.device, resume: bool) -> Iterator[Path]:
+    """The folder of the run, the same on every rank: rank 0 chooses its number and locks it."""
     runs = Path(config.runs)
-    chosen = choose(runs, config.name, resume) if comm.rank == 0 else 0
+    chosen = together(
+        comm,
+        device,
+        f"making a folder in {runs}",
+        lambda: make(runs, config.name, resume) if comm.rank == 0 else 0,
+    )
     folder = numbered(runs, config.name, comm.all_gather_size(chosen, device, stage="run")[0])
 
-    def make() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        if comm.rank == 0:
-            (folder / "config.toml").write_text(to_toml(config))
+    def enter() -> AbstractContextManager[object]:
+        folder.mkdir(parents=True, exist_ok=True)  # on machines that do not share it
+        return lock(folder) if comm.rank == 0 else nullcontext()
 
-    together(comm, device, f"making the folder {folder}", make)
-    return folder
+    with together(comm, device, f"using the folder {folder}", enter):
+        yield folder
 
 
 def find_and_restore(run: Run, folder: Path) -> int:

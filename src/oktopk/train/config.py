@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import math
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -76,6 +78,8 @@ class Config:
     keep: int = option(2, "checkpoints to keep")
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.-]*\w", self.name):
+            raise ValueError(f"name must be letters, digits, '.', '_' and '-', got {self.name!r}")
         for spec in fields(self):
             value = getattr(self, spec.name)
             _check_type(spec.name, value, type(spec.default))
@@ -101,7 +105,7 @@ LEAST = {
     **dict.fromkeys(("spoken_train", "spoken_test"), 1),
     **dict.fromkeys(("max_steps", "lr_warmup", "momentum", "weight_decay", "warmup_steps"), 0),
     **dict.fromkeys(("clip_before", "clip_after", "beam", "samples", "histogram_every"), 0),
-    **dict.fromkeys(("checkpoint_every",), 0),
+    **dict.fromkeys(("checkpoint_every", "seed"), 0),
     "timeout": 1.0,
     "lr_decay": 1.0,
 }
@@ -111,6 +115,8 @@ def _check_type(name: str, value: Any, kind: type) -> None:
     fits = isinstance(value, (int, float) if kind is float else kind)
     if not fits or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{name} must be {TYPE_NAMES[kind]}, got {value!r}")
+    if kind is float and not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
 
 
 TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -128,8 +134,13 @@ def load(name: str) -> Config:
         raise ValueError(
             f"no config {name!r}: give a file that ends in .toml, or one of {', '.join(shipped())}"
         )
+    return parse(path.read_text(), path.stem, str(path))
+
+
+def parse(text: str, name: str, path: str) -> Config:
+    """The config of a TOML text; `name` unless it has one of its own."""
     try:
-        values: dict[str, Any] = {"name": path.stem} | tomllib.loads(path.read_text())
+        values: dict[str, Any] = {"name": name} | tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: {error}") from error
     for key in values:
@@ -145,6 +156,12 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """A hint at what was meant; empty when nothing is near."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def changes(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
+    """The fields in which two configs differ, with both values."""
+    both = {name: (getattr(one, name), getattr(other, name)) for name in FIELDS}
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
 
 def to_toml(config: Config) -> str:

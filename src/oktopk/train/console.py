@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class LineHandler(logging.Handler):
+    """Log lines to stderr as it is at that moment: a progress bar takes its place."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(self.format(record) + "\n")
+        sys.stderr.flush()
 
 
 def say(text: str) -> None:

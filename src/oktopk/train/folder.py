@@ -1,28 +1,51 @@
-"""The folder of a run: found again to resume, never written over."""
+"""The folder of a run: found again to resume, never written over, by one run at a time."""
 
 from __future__ import annotations
 
+import fcntl
 import re
 from pathlib import Path
+from typing import IO
+
+from oktopk.train.errors import RunError
 
 CHECKPOINTS = "checkpoints"
 
 
-def siblings(runs: Path, name: str) -> dict[int, Path]:
-    """The folders NAME, NAME-2, NAME-3, ... that exist, by number."""
-    found = {}
-    for path in runs.glob(f"{name}*"):
-        match = re.fullmatch(re.escape(name) + r"(?:-(\d+))?", path.name)
-        if match and path.is_dir():
-            found[int(match[1] or 1)] = path
-    return found
-
-
 def numbered(runs: Path, name: str, number: int) -> Path:
+    """NAME, NAME-2, NAME-3, ..."""
     return runs / (name if number <= 1 else f"{name}-{number}")
 
 
-def choose(runs: Path, name: str, resume: bool) -> int:
-    """The number of the folder to use: the newest to resume, a new one otherwise."""
-    newest = max(siblings(runs, name), default=0)
-    return max(newest, 1) if resume else newest + 1
+def newest(runs: Path, name: str) -> int:
+    """The highest number of a folder of that name; 0 when there is none."""
+    found = [0]
+    for path in runs.iterdir() if runs.is_dir() else ():
+        match = re.fullmatch(re.escape(name) + r"(?:-(\d+))?", path.name)
+        if match and path.is_dir():
+            found.append(int(match[1] or 1))
+    return max(found)
+
+
+def make(runs: Path, name: str, resume: bool) -> int:
+    """Make the folder and return its number: the newest to resume, else one that was not there."""
+    number = newest(runs, name) + (not resume)
+    number = max(number, 1)
+    while True:
+        try:
+            numbered(runs, name, number).mkdir(parents=True, exist_ok=resume)
+        except FileExistsError:  # another run was faster
+            number += 1
+        else:
+            return number
+
+
+def lock(folder: Path) -> IO[str]:
+    """Keep others from writing to the folder as long as the file is open."""
+    file = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise RunError(f"another run is writing to {folder}: wait for it or end it") from error
+    return file

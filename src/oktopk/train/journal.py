@@ -12,9 +12,10 @@ class Journal:
     """Appends objects to a file, from byte `start` on: a resumed run writes anew what follows."""
 
     def __init__(self, path: Path, start: int = 0) -> None:
+        written = path.read_bytes()[:start] if path.exists() else b""
+        whole = written[: written.rfind(b"\n") + 1]  # a line may have been cut off
         self._file = path.open("a")
-        if self._file.tell() > start:
-            self._file.truncate(start)
+        self._file.truncate(len(whole))
 
     @property
     def bytes(self) -> int:

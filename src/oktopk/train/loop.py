@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 
-from oktopk.train import checkpoint
-from oktopk.train.config import to_toml
 from oktopk.train.data.batches import plan
 from oktopk.train.errors import StoppedError
-from oktopk.train.folder import CHECKPOINTS
 from oktopk.train.recorder import Recorder
+from oktopk.train.resume import save
 from oktopk.train.setup import Run
-from oktopk.train.step import PARTS, take_step
+from oktopk.train.step import OVERLAPPED, PARTS, take_step
 from oktopk.train.validate import Validation, validate, validates
 
 
@@ -37,22 +35,30 @@ def train_epoch(run: Run, recorder: Recorder, folder: Path) -> Validation | None
     config, progress = run.config, run.progress
     micro = config.accumulate
     batches = plan(len(run.corpus.train), config.batch, run.comm.size, progress.epoch, config.seed)
-    spent = dict.fromkeys(PARTS, 0.0)
+    spent = dict.fromkeys((*PARTS, *OVERLAPPED), 0.0)
     began_at = progress.index
     while progress.index < run.steps_per_epoch and not finished(run):
         turn = batches[progress.index * micro : (progress.index + 1) * micro]
         entry = take_step(run, [ranks[run.comm.rank] for ranks in turn])
-        spent = {part: spent[part] + entry[part] for part in PARTS}
+        spent = {part: seconds + entry[part] for part, seconds in spent.items()}
         recorder.step(entry)
         if _draws_histograms(run):
             recorder.histograms(entry["step"])
-        if config.checkpoint_every and progress.step % config.checkpoint_every == 0:
-            save(run, recorder, folder)
-        if recorder.stops:
-            save(run, recorder, folder)
-            raise StoppedError(f"stopped and saved at step {progress.step}: go on with --resume")
+        if progress.index < run.steps_per_epoch and not finished(run):  # else the end saves
+            due = config.checkpoint_every and progress.step % config.checkpoint_every == 0
+            if due or recorder.stops:
+                save(run, recorder, folder)
+            stop_if_asked(run, recorder)
     recorder.flush()
-    return _end_epoch(run, recorder, folder, _per_step(spent, progress.index - began_at))
+    result = _end_epoch(run, recorder, folder, _per_step(spent, progress.index - began_at))
+    stop_if_asked(run, recorder)
+    return result
+
+
+def stop_if_asked(run: Run, recorder: Recorder) -> None:
+    """All ranks know whether one was asked to stop; the step was saved before."""
+    if recorder.stops:
+        raise StoppedError(f"stopped and saved at step {run.progress.step}: go on with --resume")
 
 
 def _per_step(spent: dict[str, float], steps: int) -> dict[str, float] | None:
@@ -74,6 +80,7 @@ def _end_epoch(
     config, progress = run.config, run.progress
     entry: dict[str, Any] = {"kind": "epoch", "epoch": progress.epoch, "step": progress.step - 1}
     entry |= {"train_loss": _train_loss(run), "seconds": seconds}
+    entry["complete"] = progress.index == run.steps_per_epoch  # max_steps may end it before
     result = None
     if validates(progress.epoch, config.epochs, config.validate_every) or finished(run):
         result = validate_now(run)
@@ -81,8 +88,9 @@ def _end_epoch(
     recorder.epoch(entry | (asdict(result) if result else blank))
     for sample in result.samples if result else ():
         recorder.say(f"  said  {sample['said']}\n  heard {sample['heard']}")
-    progress.epoch, progress.index = progress.epoch + 1, 0
-    progress.loss_sum, progress.loss_count = 0.0, 0
+    if entry["complete"]:
+        progress.epoch, progress.index = progress.epoch + 1, 0
+        progress.loss_sum, progress.loss_count = 0.0, 0
     save(run, recorder, folder)
     return result
 
@@ -101,71 +109,8 @@ def validate_now(run: Run) -> Validation:
     )
 
 
-def _train_loss(run: Run) -> float:
-    """Mean loss of the epoch over all ranks and batches."""
+def _train_loss(run: Run) -> float | None:
+    """Mean loss of the epoch over all ranks and batches; None when all steps were skipped."""
     own = torch.tensor([run.progress.loss_sum, run.progress.loss_count], dtype=torch.float64)
     loss, count = run.comm.all_gather(own.to(run.device), stage="run").sum(0).tolist()
-    return loss / count
-
-
-def save(run: Run, recorder: Recorder, folder: Path) -> None:
-    """Write a checkpoint of everything and drop the oldest."""
-    recorder.flush()
-    own = {
-        "handle": run.handle.state_dict(),
-        "buffers": dict(run.model.named_buffers()),
-        "random": torch.get_rng_state(),
-        "progress": asdict(run.progress),
-        "totals": run.totals.state(),
-        "skipped_in_a_row": run.skipped_in_a_row,
-    }
-    if run.device.type == "cuda":
-        own["cuda_random"] = torch.cuda.get_rng_state(run.device)
-    contents: dict[str, Any] = {checkpoint.rank_file(run.comm.rank): own}
-    if run.comm.rank == 0:
-        contents[checkpoint.COMMON] = {
-            "model": run.model.state_dict(),
-            "optimizer": run.optimizer.state_dict(),
-            "config": to_toml(run.config),
-            "steps_per_epoch": run.steps_per_epoch,
-            "journal_bytes": recorder.journal_bytes,
-        }
-    place = folder / CHECKPOINTS
-    checkpoint.save(place, run.progress.step, contents, run.comm, run.device)
-    if run.place.local_rank == 0:
-        checkpoint.prune(place, run.config.keep)
-
-
-def restore(run: Run, path: Path) -> int:
-    """Go on from a checkpoint; returns how much of the journal belongs to it.
-
-    With another number of ranks the epoch goes on after the utterances that were done, and what the
-    old ranks owed is shared out; only with the same number are the bits those of one run.
-    """
-    common, owns = checkpoint.load(path, run.comm)
-    mine = owns[run.comm.rank % len(owns)]
-    run.model.load_state_dict(common["model"])
-    run.model.load_state_dict(mine["buffers"], strict=False)
-    run.optimizer.load_state_dict(common["optimizer"])
-    states = [own["handle"] for own in owns]
-    run.handle.load_state_dict(states[0] if len(owns) == 1 else states)
-    for key, value in mine["progress"].items():
-        setattr(run.progress, key, value)
-    run.totals.load(mine["totals"])
-    run.skipped_in_a_row = mine["skipped_in_a_row"]
-    torch.set_rng_state(mine["random"])
-    if run.device.type == "cuda" and "cuda_random" in mine:
-        torch.cuda.set_rng_state(mine["cuda_random"], run.device)
-    _go_on_with_others(run, common["steps_per_epoch"])
-    return common["journal_bytes"]
-
-
-def _go_on_with_others(run: Run, steps_per_epoch: int) -> None:
-    """The same place in the epoch, in steps of the present number of ranks."""
-    progress = run.progress
-    if steps_per_epoch != run.steps_per_epoch:
-        done = progress.index / steps_per_epoch
-        progress.index = min(run.steps_per_epoch, round(done * run.steps_per_epoch))
-    left = (run.config.epochs - progress.epoch) * run.steps_per_epoch - progress.index
-    total = progress.step + left
-    run.total_steps = min(total, run.config.max_steps) if run.config.max_steps else total
+    return loss / count if count else None

@@ -12,9 +12,10 @@ FIELDS = ("rss", "rss_peak", "gpu_allocated", "gpu_allocated_peak", "gpu_reserve
 
 def memory(device: torch.device) -> dict[str, int]:
     """Resident memory now and at its peak; of the GPU too, 0 where there is none."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    usage = [pages * resource.getpagesize()]
-    usage.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    statm = Path("/proc/self/statm")  # Linux; elsewhere only the peak is known
+    now = int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak
+    usage = [now, max(now, peak)]
     if device.type == "cuda":
         usage.append(torch.cuda.memory_allocated(device))
         usage.append(torch.cuda.max_memory_allocated(device))

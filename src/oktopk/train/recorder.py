@@ -19,8 +19,11 @@ from oktopk.train.errors import RunError
 from oktopk.train.journal import Journal
 from oktopk.train.memory import FIELDS, memory
 from oktopk.train.setup import Run
-from oktopk.train.step import PARTS
+from oktopk.train.step import OVERLAPPED, PARTS
 from oktopk.train.together import together
+
+STOPS = (signal.SIGTERM, signal.SIGINT)
+MOST_SECONDS = 5.0  # between two looks whether somebody asked to stop
 
 
 class Recorder:
@@ -32,7 +35,9 @@ class Recorder:
         self._asked_to_stop = False
         self.stops = False
         """Whether some rank was asked to stop, as all ranks knew at the last flush."""
-        self._handler = signal.signal(signal.SIGTERM, self._note)
+        self._handlers = {number: signal.signal(number, self._note) for number in STOPS}
+        self._every = 1  # steps to the next flush: known alike by all ranks
+        self._memory: list[dict[str, int]] = []
         self._sinks: tuple[Journal, Board, Bar] | None = None
         if run.comm.rank == 0:
             done = run.progress.step
@@ -43,7 +48,13 @@ class Recorder:
             )
 
     def _note(self, *_: object) -> None:
+        """Asked once, it saves first; asked twice, it ends as it would have."""
         self._asked_to_stop = True
+        self._give_signals_back()
+
+    def _give_signals_back(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
     @property
     def journal_bytes(self) -> int:
@@ -59,22 +70,32 @@ class Recorder:
         self._pending.append(entry)
         if self._sinks:
             self._sinks[2].step(entry)
-        if len(self._pending) >= self._run.config.log_every:
+        if len(self._pending) >= self._every:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is pending, with the loss averaged over ranks."""
+        """Write what is pending, with the loss averaged over ranks and the memory of each."""
         run, entries = self._run, self._pending
         self._pending = []
-        told = [e["loss"] for e in entries] + [float(self._asked_to_stop)]
-        own = torch.tensor(told, dtype=torch.float32, device=run.device)
-        *losses, stop = run.comm.all_gather(own, stage="run").mean(0).tolist()
-        self.stops = stop > 0
+        if not entries:
+            return
+        told = [float(self._asked_to_stop), sum(entry["whole"] for entry in entries)]
+        told += [float(value) for value in memory(run.device).values()]
+        told += [entry["loss"] for entry in entries]
+        own = torch.tensor(told, dtype=torch.float64, device=run.device)
+        rows = run.comm.all_gather(own, stage="run")
+        stop, seconds, *_ = rows.amax(0).tolist()
+        self.stops = self.stops or stop > 0
+        self._every = max(1, min(run.config.log_every, int(MOST_SECONDS * len(entries) / seconds)))
+        sizes = rows[:, 2 : 2 + len(FIELDS)].long().tolist()
+        self._memory = [dict(zip(FIELDS, row, strict=True)) for row in sizes]
+        losses = rows[:, 2 + len(FIELDS) :].mean(0).tolist()
 
         def write() -> None:
             if self._sinks:
                 written = [e | {"loss": loss} for e, loss in zip(entries, losses, strict=True)]
-                self._sinks[0].write(*written)
+                usage = {"kind": "memory", "step": entries[-1]["step"], "ranks": self._memory}
+                self._sinks[0].write(*written, usage)
                 self._sinks[1].steps(written)
 
         self._write(write)
@@ -91,11 +112,8 @@ class Recorder:
         together(self._run.comm, self._run.device, "writing the metrics", with_advice)
 
     def epoch(self, entry: dict[str, Any]) -> None:
-        """Write the metrics of a finished epoch, with the memory of every rank."""
-        run = self._run
-        own = torch.tensor(list(memory(run.device).values()), device=run.device)
-        rows = run.comm.all_gather(own, stage="run").tolist()
-        entry = entry | {"memory": [dict(zip(FIELDS, row, strict=True)) for row in rows]}
+        """Write the metrics of a finished epoch, with the memory every rank had at its end."""
+        entry = entry | {"memory": self._memory}
 
         def write() -> None:
             if self._sinks:
@@ -128,7 +146,7 @@ class Recorder:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close all; when the run failed already, a full disk is not the news."""
-        signal.signal(signal.SIGTERM, self._handler)
+        self._give_signals_back()
         with suppress(OSError) if kind else nullcontext():
             for sink in self._sinks or ():
                 sink.close()
@@ -136,11 +154,14 @@ class Recorder:
 
 def epoch_line(entry: dict[str, Any]) -> str:
     """An epoch in one line: losses, error rates where validated, and where a step's time goes."""
-    text = f"epoch {entry['epoch']}  train loss {entry['train_loss']:.3f}"
-    if entry["wer"] is not None:
-        names = {"val loss": "val_loss", "WER": "wer", "CER": "cer"}
-        text += "".join(f"  {shown} {entry[name]:.3f}" for shown, name in names.items())
+    names = {"train loss": "train_loss", "val loss": "val_loss", "WER": "wer", "CER": "cer"}
+    known = {shown: entry[name] for shown, name in names.items() if entry[name] is not None}
+    text = f"epoch {entry['epoch']}" + "".join(f"  {k} {v:.3f}" for k, v in known.items())
     if entry["seconds"]:
-        parts = ", ".join(f"{part} {entry['seconds'][part] * 1e3:.0f}" for part in PARTS)
-        text += f"  (ms per step: {parts})"
+        shown = [_milliseconds(entry["seconds"], parts) for parts in (PARTS, OVERLAPPED)]
+        text += f"  (ms per step: {shown[0]}; meanwhile {shown[1]})"
     return text
+
+
+def _milliseconds(seconds: dict[str, float], parts: tuple[str, ...]) -> str:
+    return ", ".join(f"{part} {seconds[part] * 1e3:.0f}" for part in parts)

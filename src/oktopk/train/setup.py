@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -61,6 +63,11 @@ class Corpus:
     train_spectra: Spectra
     test_spectra: Spectra
 
+    def fingerprint(self) -> str:
+        """The same for the same recordings and transcripts, wherever they lie."""
+        said = [f"{u.audio.name}\t{u.text}\t{u.seconds}\n" for u in (*self.train, *self.test)]
+        return hashlib.sha256("".join(said).encode()).hexdigest()
+
 
 @dataclass(slots=True)
 class Run:
@@ -76,7 +83,12 @@ class Run:
     optimizer: Optimizer
     handle: Handle
     steps_per_epoch: int
+    planned_steps: int
+    """Steps of all epochs: what the learning rate follows."""
+
     total_steps: int
+    """Steps until the run ends: `max_steps` may end it before."""
+
     progress: Progress = field(default_factory=Progress)
     totals: Totals = field(default_factory=Totals)
     skipped_in_a_row: int = 0
@@ -90,14 +102,27 @@ def prepare_corpus(config: Config, comm: Comm, device: torch.device, place: Plac
 
     def first() -> None:
         if place.local_rank == 0:
-            if not config.data and len(list(folder.glob("*_manifest.csv"))) < 2:
+            if not config.data and not folder.exists():
                 log.info("speaking a corpus into %s", folder)
-                speak(folder, train=config.spoken_train, test=config.spoken_test)
+                _speak(folder, config)
             corpus = _open(folder, cache)
             check(corpus.train, corpus.test)
 
     together(comm, device, "preparing the data", first)
     return together(comm, device, "reading the data", lambda: _open(folder, cache))
+
+
+def _speak(folder: Path, config: Config) -> None:
+    """Speak beside the folder and move it there whole: other machines may do so at once."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as draft:
+        spoken = Path(draft) / folder.name
+        speak(spoken, train=config.spoken_train, test=config.spoken_test)
+        try:
+            spoken.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
 
 
 def _open(folder: Path, cache: Path) -> Corpus:
@@ -124,8 +149,8 @@ def set_up(config: Config, comm: Comm, device: torch.device, place: Place) -> Ru
             f"x batch {config.batch} x accumulate {config.accumulate} = {per_step}: lower batch, "
             "accumulate or workers"
         )
-    total = config.epochs * steps_per_epoch
-    total = min(total, config.max_steps) if config.max_steps else total
+    planned = config.epochs * steps_per_epoch
+    total = min(planned, config.max_steps) if config.max_steps else planned
     torch.manual_seed(config.seed)
     model = Lstman4(
         hidden=config.hidden,
@@ -160,5 +185,6 @@ def set_up(config: Config, comm: Comm, device: torch.device, place: Place) -> Ru
         optimizer=optimizer,
         handle=handle,
         steps_per_epoch=steps_per_epoch,
+        planned_steps=planned,
         total_steps=total,
     )

@@ -17,6 +17,9 @@ from oktopk.train.setup import Run
 PARTS: tuple[str, ...] = ("data", "forward", "backward", "exposed", "optimizer")
 """Seconds of a step that follow one another; select, exchange and scatter overlap with backward."""
 
+OVERLAPPED: tuple[str, ...] = ("select", "exchange", "scatter")
+"""Seconds of the exchange's own moves, while backward goes on."""
+
 PATIENCE = 20
 
 
@@ -26,7 +29,7 @@ def take_step(run: Run, batches: list[list[int]]) -> dict[str, Any]:
     `loss` is this rank's. A step with a NaN on any rank is applied by none.
     """
     config, progress = run.config, run.progress
-    rate = learning_rate(config, progress.epoch, progress.step, run.total_steps)
+    rate = learning_rate(config, progress.epoch, progress.step, run.planned_steps)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
     seconds = dict.fromkeys(PARTS, 0.0)
@@ -48,8 +51,9 @@ def take_step(run: Run, batches: list[list[int]]) -> dict[str, Any]:
     whole = time.perf_counter() - started
     _watch(run, stats.skipped)
     run.totals.add(stats, whole)
-    progress.loss_sum += sum(losses)
-    progress.loss_count += len(losses)
+    if not stats.skipped:  # one NaN must not be the epoch's mean
+        progress.loss_sum += sum(losses)
+        progress.loss_count += len(losses)
     progress.step += 1
     progress.index += 1
     found = {"kind": "step", "epoch": progress.epoch, "loss": sum(losses) / len(losses), "lr": rate}

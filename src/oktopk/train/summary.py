@@ -14,7 +14,9 @@ def summary(
 ) -> str:
     """Error rates, bytes by phase against dense, time, and where everything is."""
     lines = [f"finished in {clock(seconds)}"]
-    if result is not None:
+    if result is None:
+        lines.append("nothing was left to do: raise --epochs or --max-steps to go on")
+    else:
         lines.append(
             f"WER {result.wer:.3f}, CER {result.cer:.3f}, validation loss {result.val_loss:.3f} "
             f"on {result.utterances} utterances"

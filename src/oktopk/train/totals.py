@@ -50,6 +50,15 @@ class Totals(dict[Phase, PhaseTotals]):
         for phase, values in zip(PHASES, state, strict=True):
             self[phase] = PhaseTotals(*values)
 
+    def take_over(self, states: list[list[list[int]]], rank: int, size: int) -> None:
+        """What other ranks had sent, so that the sum over ranks stays: rank r takes r, r+P, ..."""
+        self.load(states[0])
+        mine = states[rank::size]
+        for i, phase in enumerate(PHASES):
+            past = [PhaseTotals(*state[i]) for state in mine]
+            self[phase].bytes_sent = sum(sums.bytes_sent for sums in past)
+            self[phase].bytes_dense = sum(sums.bytes_dense for sums in past)
+
     def of_all(self, comm: Comm, device: torch.device) -> Totals:
         """Bytes of all ranks together; steps and seconds are every rank's own."""
         state = torch.tensor(self.state(), dtype=torch.int64, device=device)

@@ -72,7 +72,13 @@ def validate(
     model.train(was_training)
     # every row is zero on all ranks but one, so the sum is exact
     rows = comm.all_reduce_(rows.to(device), stage="validation").cpu()
-    return summarise(rows, shown[:samples])
+    return summarise(rows, spread(shown, samples))
+
+
+def spread(shown: list[dict[str, str]], number: int) -> list[dict[str, str]]:
+    """So many of them, from the shortest to the longest."""
+    chosen = min(number, len(shown))
+    return [shown[i * len(shown) // chosen] for i in range(chosen)]
 
 
 def _listen(

@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the sub-command; what is wrong with the data goes to stderr, without a traceback."""
     try:
         ACTIONS[args.action](args)
-    except DataError as error:
+    except (DataError, OSError) as error:
         sys.stderr.write(f"oktopk data {args.action}: {error}\n")
         return 1
     return 0

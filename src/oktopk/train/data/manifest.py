@@ -53,9 +53,12 @@ def rows(path: Path) -> list[tuple[int, list[str]]]:
     """The line numbers and cells of a manifest; empty lines are left out."""
     if not path.is_file():
         raise DataError([f"{path} is missing: `oktopk data an4` or `oktopk data speak` makes one"])
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.reader(file)
-        found = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if row]
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file)
+            found = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if row]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError([f"{path} is not a list in UTF-8: {error}"]) from error
     if not found:
         raise DataError([f"{path} lists nothing"])
     return found

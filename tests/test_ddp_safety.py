@@ -237,6 +237,24 @@ def test_a_failing_callback_stops_nobody(worlds):
     assert worlds.run(2, failing_callback) == [[0, 1, 2, 3, 4]] * 2
 
 
+def exiting_callback(group) -> str:
+    def leave(stats) -> None:
+        if stats.step == 1 and torch.distributed.get_rank(group) == 1:
+            sys.exit("enough")
+
+    try:
+        train(group, "plain", 5, {"warmup_steps": 2, "on_step": leave, "timeout": 6})
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_callback_that_exits_is_an_error_everywhere_and_no_hang(worlds):
+    first, second = worlds.run(2, exiting_callback)
+    assert "rank 1 failed in step 1: SystemExit: enough" in first
+    assert "SystemExit: enough" in second
+
+
 def overflowing(group) -> tuple:
     """Finite gradients whose sum is not."""
     model = DistributedDataParallel(torch.nn.Linear(64, 64, bias=False), process_group=group)

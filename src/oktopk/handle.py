@@ -149,7 +149,7 @@ class Handle:
             self._feed(arrived)
         except NonfiniteError:
             raise
-        except Exception as error:
+        except BaseException as error:  # sys.exit() in on_step too: the others must hear of it
             self._roll_call.give_up(error, self.comm)
             raise
 

@@ -39,6 +39,7 @@ ORDER = [
     "named",
     "handover",
     "handle",
+    "misuse",
     "ddp",
     "place",
     "meeting",

@@ -19,11 +19,25 @@ from idioms import IDIOMS, SPARSE, Net, batch, build, one_step, train, weights_o
 from oktopk.weights import BLOCK, checksum
 
 
+class Complex(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = torch.nn.Parameter(torch.randn(3, 4, dtype=torch.complex64))
+
+
+ODD = {
+    "complex": Complex,
+    "sparse": lambda: torch.nn.Sequential(torch.nn.Embedding(9, 4, sparse=True)),
+}
+
+
 def attach_badly(group, what: str) -> str:
     model = DistributedDataParallel(Net(), process_group=group)
     try:
         if what == "model":
             oktopk.attach(model.module)
+        elif what in ODD:
+            oktopk.attach(DistributedDataParallel(ODD[what](), process_group=group))
         else:
             oktopk.attach(model, **{what: -2.0})
     except (TypeError, ValueError) as error:
@@ -37,6 +51,10 @@ def attach_badly(group, what: str) -> str:
         ("model", "attach needs a DistributedDataParallel model, got Net"),
         ("density", "density must be in (0, 1], got -2.0"),
         ("timeout", "timeout must be more than 0 seconds, got -2.0"),
+        ("clip_before", "clip_before must be more than 0, or None, got -2.0"),
+        ("check_every", "check_every must be 0 (never) or more steps, got -2.0"),
+        ("complex", "parameter 'turn' is torch.complex64: gradients must be real"),
+        ("sparse", "parameter '0.weight' has sparse gradients: use Embedding(..., sparse=False)"),
     ],
 )
 def test_misuse_is_named(worlds, what, message):
@@ -253,6 +271,27 @@ def test_a_callback_that_exits_is_an_error_everywhere_and_no_hang(worlds):
     first, second = worlds.run(2, exiting_callback)
     assert "rank 1 failed in step 1: SystemExit: enough" in first
     assert "SystemExit: enough" in second
+
+
+def thawed(group) -> str:
+    """A complex parameter that was frozen when `attach` looked, and is in DDP's buckets."""
+    model = DistributedDataParallel(Complex(), process_group=group)
+    model.module.turn.requires_grad_(False)
+    handle = oktopk.attach(model, timeout=6)
+    model.module.turn.requires_grad_(True)
+    model.module.forward = lambda: model.module.turn.abs().sum()
+    try:
+        model().backward()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        handle.close()
+    return "no error"
+
+
+def test_a_bucket_of_another_size_is_an_error(worlds):
+    for said in worlds.run(2, thawed):
+        assert "DDP's bucket 0 has 24 elements, and its parameters have 12: ['turn']" in said
 
 
 def overflowing(group) -> tuple:

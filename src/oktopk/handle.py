@@ -199,6 +199,7 @@ class Handle:
         """All buckets at once: while DDP may still change them, and to clip before the exchange."""
         signatures = [arrived.signature() for arrived in self._waiting]
         layout = self._named.layout_of(self._waiting)
+        self._named.check_sizes(self._waiting, layout)
         self._steady = self._steady + 1 if signatures == self._seen else 0
         self._seen = signatures
         # a loaded layout is kept until DDP comes to it, or has settled on another

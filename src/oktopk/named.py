@@ -31,6 +31,16 @@ class Named:
     def layout_of(self, buckets: list[Arrived]) -> Layout:
         return [[self._names[p] for p in arrived.parameters] for arrived in buckets]
 
+    def check_sizes(self, buckets: list[Arrived], layout: Layout) -> None:
+        """Raise where a bucket of DDP's is not as large as its parameters: all would be misread."""
+        for arrived, names in zip(buckets, layout, strict=True):
+            numel = sum(self.parameters[name].numel() for name in names)
+            if arrived.buffer.numel() != numel:
+                raise ValueError(
+                    f"DDP's bucket {arrived.index} has {arrived.buffer.numel()} elements, and its "
+                    f"parameters have {numel}: {names}; is one of them complex?"
+                )
+
     def bucket(self, names: list[str]) -> Bucket:
         """Where in a bucket of these parameters the dense ones lie."""
         start, dense, sparse = 0, [], []

@@ -294,6 +294,38 @@ def test_a_bucket_of_another_size_is_an_error(worlds):
         assert "DDP's bucket 0 has 24 elements, and its parameters have 12: ['turn']" in said
 
 
+def failed_exchange(group) -> bool:
+    """Whether what is owed after a failed step is what it was, though the buffers were refilled."""
+    rank = torch.distributed.get_rank(group)
+    idiom = IDIOMS["gradient_as_bucket_view"]
+    model, called, optimizer, handle = build(group, idiom, 0, {"warmup_steps": 0, "timeout": 6})
+    for step in range(6):
+        one_step(model, called, optimizer, idiom, rank, step)
+    owed = handle.state_dict()["residuals"]
+    reached, exchange = [], handle.comm.all_to_all
+
+    def fail_later(*args, **more):
+        reached.append(1)
+        if len(reached) == 2:
+            raise oktopk.ExchangeError("a connection is gone")
+        return exchange(*args, **more)
+
+    handle.comm.all_to_all = fail_later
+    try:
+        one_step(model, called, optimizer, idiom, rank, 6)
+    except RuntimeError:
+        optimizer.zero_grad(set_to_none=False)
+        now = handle.state_dict()["residuals"]
+        return all(torch.equal(part, owed[name]) for name, part in now.items())
+    finally:
+        handle.close()
+    return False
+
+
+def test_a_failed_exchange_is_undone_at_once(worlds):
+    assert worlds.run(2, failed_exchange) == [True, True]
+
+
 def overflowing(group) -> tuple:
     """Finite gradients whose sum is not."""
     model = DistributedDataParallel(torch.nn.Linear(64, 64, bias=False), process_group=group)

@@ -150,7 +150,10 @@ class Handle:
         except NonfiniteError:
             raise
         except BaseException as error:  # sys.exit() in on_step too: the others must hear of it
-            self._roll_call.give_up(error, self.comm)
+            try:
+                self._engine.abandon()  # now: the user may refill the buffers the undo needs
+            finally:
+                self._roll_call.give_up(error, self.comm)
             raise
 
     def _feed(self, arrived: Arrived) -> None:

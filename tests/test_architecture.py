@@ -35,6 +35,7 @@ ORDER = [
     "rollcall",
     "exchanger",
     "followed",
+    "clipping",
     "weights",
     "named",
     "handover",

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
 from idioms import IDIOMS, SPARSE, Net, batch, build, one_step, train, weights_of
+from oktopk.clipping import clip_
 from oktopk.weights import BLOCK, checksum
 
 
@@ -129,20 +130,34 @@ def test_a_nan_on_one_rank_is_skipped_by_all_and_nothing_owed_changes(worlds, po
             assert torch.equal(value, ranks[0][0][name])
 
 
-def clipped(group) -> tuple[float, float]:
+def clipped(group, init_scale: float) -> float:
     rank = torch.distributed.get_rank(group)
-    model, called, _, handle = build(
-        group, IDIOMS["plain"], 0, {"density": 1.0, "warmup_steps": 0, "clip_before": 0.01}
-    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+    attached = {"density": 1.0, "warmup_steps": 0, "clip_before": 0.01, "scaler": scaler}
+    model, called, optimizer, handle = build(group, IDIOMS["plain"], 0, attached)
     x, y = batch(rank, 0)
-    cross_entropy(called(x), y).backward()
+    scaler.scale(cross_entropy(called(x), y)).backward()
+    scaler.unscale_(optimizer)
     handle.close()
-    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item(), rank
+    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
 
 
 def test_clipping_before_the_exchange(worlds):
-    for norm, _ in worlds.run(2, clipped):
-        assert 0 < norm <= 0.0101
+    plain, scaled = worlds.run(2, clipped, 1.0), worlds.run(2, clipped, 65536.0)
+    for norm, under_scale in zip(plain, scaled, strict=True):
+        assert 0.001 < norm <= 0.0101
+        assert under_scale == pytest.approx(norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("size", [1e-3, 1e4, 3e38])
+def test_clipping_gradients_of_any_size(dtype, size):
+    grads = [torch.full((50,), min(size, torch.finfo(dtype).max), dtype=dtype) for _ in range(2)]
+    clip_(grads, 0.1)
+    norm = torch.cat(grads).double().norm().item()
+    assert norm == pytest.approx(min(10 * size, 0.1), rel=1e-2)
+    clip_([bad := torch.tensor([1.0, float("inf")])], 0.1)
+    assert bad.isnan().any()
 
 
 def drifted(group) -> str:

@@ -60,9 +60,9 @@ def attach(
         optimizer: or a scheduler of it; residuals follow its learning rate: what was saved up under
             a large rate is applied as that rate would have. Off when None.
         scaler: residuals follow its loss scale, and a NaN is delivered for it to see.
-        clip_before: clip this rank's gradient to this norm before the exchange. The norm needs the
-            last bucket, so nothing overlaps with backward. To clip after the exchange, call
-            `clip_grad_norm_` as always.
+        clip_before: clip this rank's gradient, without the scaler's loss scale, to this norm before
+            the exchange. The norm needs the last bucket, so nothing overlaps with backward. To
+            clip after the exchange, call `clip_grad_norm_` as always.
         total_steps: how long the run will be, to warn when it ends before the sparse phase.
         timeout: seconds a rank waits for the others before it raises. The last third of them, at
             most 5 s, is for finding out who is missing.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from oktopk.clipping import clip_
 from oktopk.comm import Comm, ExchangeError
 from oktopk.engine import Engine, NonfiniteError
 from oktopk.exchanger import Arrived, Exchanger
@@ -215,7 +216,7 @@ class Handle:
         staged = self._named.staged(self._waiting, self._layout) if moved else None
         grads = staged or [arrived.buffer for arrived in self._waiting]
         if self.clip_before is not None:
-            clip_(grads, self.clip_before)
+            clip_(grads, self.clip_before * self._followed.scale)
         self._begin()
         for bucket, grad in enumerate(grads):
             self._engine.feed(bucket, grad)
@@ -274,13 +275,3 @@ class Handle:
 def _end_threads(roll_call: RollCall, exchanger: Exchanger) -> None:
     roll_call.close()
     exchanger.close()
-
-
-def clip_(grads: list[Tensor], most: float) -> None:
-    """Scale this rank's gradient to a norm of at most `most`."""
-    norm = torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads])
-    )
-    scale = torch.clamp(most / (norm + 1e-6), max=1.0)
-    for grad in grads:
-        grad.mul_(scale.to(grad.dtype))

@@ -262,7 +262,10 @@ class Handle:
         names = [name for bucket in self._layout for name in bucket]
         facts = asdict(self.settings) | {
             "step": self.step,
+            "check_every": self.check_every,
             "parameters": len(names),
+            "dense parameters": [name for name in names if self._named.is_dense(name)],
+            "state": self._engine.shared(),
             "numel": self._engine.numel,
             "numel dense": self._engine.num_dense,
             "buckets": len(self._layout),

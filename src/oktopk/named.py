@@ -41,12 +41,15 @@ class Named:
                     f"parameters have {numel}: {names}; is one of them complex?"
                 )
 
+    def is_dense(self, name: str) -> bool:
+        return self._policy.is_dense(name, self.parameters[name])
+
     def bucket(self, names: list[str]) -> Bucket:
         """Where in a bucket of these parameters the dense ones lie."""
         start, dense, sparse = 0, [], []
         for name in names:
             parameter = self.parameters[name]
-            ranges = dense if self._policy.is_dense(name, parameter) else sparse
+            ranges = dense if self.is_dense(name) else sparse
             ranges.append((start, start + parameter.numel()))
             start += parameter.numel()
         return Bucket(start, tuple(dense), tuple(sparse) if self._finds_unused else ())

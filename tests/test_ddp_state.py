@@ -184,3 +184,28 @@ def test_residuals_follow_the_learning_rate_when_asked(worlds):
     follows, stays = worlds.run(2, rates, True), worlds.run(2, rates, False)
     for with_it, without in zip(follows, stays, strict=True):
         assert 5 < with_it / without < 15
+
+
+def channels_last(group) -> tuple:
+    """Whether gradients are conserved, and whether a state is in the order people read."""
+    torch.manual_seed(0)
+    net = torch.nn.Conv2d(8, 32, 3, bias=False).to(memory_format=torch.channels_last)
+    model = DistributedDataParallel(net, process_group=group)
+    handle = oktopk.attach(model, density=0.05, warmup_steps=0)
+    x = torch.randn(2, 8, 8, 8).to(memory_format=torch.channels_last)  # the same on every rank
+    alone = torch.autograd.grad(net(x).square().mean(), net.weight)[0]
+    model(x).square().mean().backward()
+    delivered = net.weight.grad + handle.residuals["weight"]
+    state = handle.state_dict()
+    saved = state["residuals"]["weight"]
+    same_order = saved.is_contiguous() and torch.equal(saved, handle.residuals["weight"])
+    handle.load_state_dict(state)
+    loaded = torch.equal(saved, handle.residuals["weight"])
+    handle.close()
+    return delivered, alone, same_order, loaded, bool(saved.any())
+
+
+def test_residuals_of_channels_last_parameters(worlds):
+    for delivered, alone, *right in worlds.run(2, channels_last):
+        torch.testing.assert_close(delivered, alone)
+        assert right == [True, True, True]

@@ -113,9 +113,9 @@ class Handle:
         owed = self.residuals
         return {
             "residuals": {
-                name: owed[name].clone()
+                name: owed[name].clone(memory_format=torch.contiguous_format)
                 if name in owed
-                else torch.zeros_like(p, dtype=acc_dtype(p))
+                else torch.zeros(p.shape, dtype=acc_dtype(p), device=p.device)
                 for name, p in self._named.parameters.items()
             },
             "facts": json.dumps(facts),
@@ -252,8 +252,9 @@ class Handle:
         self._engine.lay_out([self._named.bucket(names) for names in layout])
         self._layout = layout
         if owed:
-            like = next(iter(owed.values()))
-            self._engine.residual = like.new_zeros(self._engine.numel)
+            dtype = next(iter(owed.values())).dtype
+            device = next(iter(self._named.parameters.values())).device  # a state may be elsewhere
+            self._engine.residual = torch.zeros(self._engine.numel, dtype=dtype, device=device)
             for name, residual in self.residuals.items():
                 if name in owed:
                     residual.copy_(owed[name])

@@ -133,6 +133,37 @@ def test_a_state_that_does_not_fit_is_named(worlds, changes, message):
         assert said.startswith(f"rank {rank}: ") and message in said
 
 
+def load_lists(group) -> tuple[list[str], int]:
+    """What is said of lists that are not all ranks' states; then the step of a good one."""
+    _, _, _, handle = build(group, IDIOMS["plain"], 0, SPARSE)
+    rank0, rank1 = handle.state_dict(), handle.state_dict()
+    for rank, state in enumerate((rank0, rank1)):
+        state["facts"] = json.dumps(json.loads(state["facts"]) | {"rank": rank})
+    said = []
+    for bad in ([], {}, [rank0, {}], [rank0, rank0], [rank1]):
+        try:
+            handle.load_state_dict(bad)
+        except ValueError as error:
+            said.append(str(error))
+    handle.load_state_dict([rank1, rank0])
+    handle.close()
+    return said, handle.step
+
+
+def test_a_list_that_is_not_of_all_ranks_is_named(worlds):
+    for rank, (said, step) in enumerate(worlds.run(2, load_lists)):
+        messages = [
+            "the list of states is empty",
+            "not a state of a handle",
+            "not a state of a handle",
+            "expected the states of all 2 ranks that saved, each once, got those of ranks [0, 0]",
+            "expected the states of all 2 ranks that saved, each once, got those of ranks [1]",
+        ]
+        assert step == 0
+        for one, message in zip(said, messages, strict=True):
+            assert one.startswith(f"rank {rank}: {message}")
+
+
 def scaled(group) -> tuple:
     """A loss scale that doubles must not double what is owed."""
     rank = torch.distributed.get_rank(group)

@@ -16,7 +16,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
 from idioms import IDIOMS, SPARSE, Net, batch, build, one_step, train, weights_of
+from oktopk.clipping import clip_
 from oktopk.weights import BLOCK, checksum
+
+
+class Complex(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = torch.nn.Parameter(torch.randn(3, 4, dtype=torch.complex64))
+
+
+ODD = {
+    "complex": Complex,
+    "sparse": lambda: torch.nn.Sequential(torch.nn.Embedding(9, 4, sparse=True)),
+}
 
 
 def attach_badly(group, what: str) -> str:
@@ -24,6 +37,8 @@ def attach_badly(group, what: str) -> str:
     try:
         if what == "model":
             oktopk.attach(model.module)
+        elif what in ODD:
+            oktopk.attach(DistributedDataParallel(ODD[what](), process_group=group))
         else:
             oktopk.attach(model, **{what: -2.0})
     except (TypeError, ValueError) as error:
@@ -37,6 +52,10 @@ def attach_badly(group, what: str) -> str:
         ("model", "attach needs a DistributedDataParallel model, got Net"),
         ("density", "density must be in (0, 1], got -2.0"),
         ("timeout", "timeout must be more than 0 seconds, got -2.0"),
+        ("clip_before", "clip_before must be more than 0, or None, got -2.0"),
+        ("check_every", "check_every must be 0 (never) or more steps, got -2.0"),
+        ("complex", "parameter 'turn' is torch.complex64: gradients must be real"),
+        ("sparse", "parameter '0.weight' has sparse gradients: use Embedding(..., sparse=False)"),
     ],
 )
 def test_misuse_is_named(worlds, what, message):
@@ -111,20 +130,34 @@ def test_a_nan_on_one_rank_is_skipped_by_all_and_nothing_owed_changes(worlds, po
             assert torch.equal(value, ranks[0][0][name])
 
 
-def clipped(group) -> tuple[float, float]:
+def clipped(group, init_scale: float) -> float:
     rank = torch.distributed.get_rank(group)
-    model, called, _, handle = build(
-        group, IDIOMS["plain"], 0, {"density": 1.0, "warmup_steps": 0, "clip_before": 0.01}
-    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+    attached = {"density": 1.0, "warmup_steps": 0, "clip_before": 0.01, "scaler": scaler}
+    model, called, optimizer, handle = build(group, IDIOMS["plain"], 0, attached)
     x, y = batch(rank, 0)
-    cross_entropy(called(x), y).backward()
+    scaler.scale(cross_entropy(called(x), y)).backward()
+    scaler.unscale_(optimizer)
     handle.close()
-    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item(), rank
+    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
 
 
 def test_clipping_before_the_exchange(worlds):
-    for norm, _ in worlds.run(2, clipped):
-        assert 0 < norm <= 0.0101
+    plain, scaled = worlds.run(2, clipped, 1.0), worlds.run(2, clipped, 65536.0)
+    for norm, under_scale in zip(plain, scaled, strict=True):
+        assert 0.001 < norm <= 0.0101
+        assert under_scale == pytest.approx(norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("size", [1e-3, 1e4, 3e38])
+def test_clipping_gradients_of_any_size(dtype, size):
+    grads = [torch.full((50,), min(size, torch.finfo(dtype).max), dtype=dtype) for _ in range(2)]
+    clip_(grads, 0.1)
+    norm = torch.cat(grads).double().norm().item()
+    assert norm == pytest.approx(min(10 * size, 0.1), rel=1e-2)
+    clip_([bad := torch.tensor([1.0, float("inf")])], 0.1)
+    assert bad.isnan().any()
 
 
 def drifted(group) -> str:
@@ -235,6 +268,103 @@ def failing_callback(group) -> list[int]:
 
 def test_a_failing_callback_stops_nobody(worlds):
     assert worlds.run(2, failing_callback) == [[0, 1, 2, 3, 4]] * 2
+
+
+def exiting_callback(group) -> str:
+    def leave(stats) -> None:
+        if stats.step == 1 and torch.distributed.get_rank(group) == 1:
+            sys.exit("enough")
+
+    try:
+        train(group, "plain", 5, {"warmup_steps": 2, "on_step": leave, "timeout": 6})
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_callback_that_exits_is_an_error_everywhere_and_no_hang(worlds):
+    first, second = worlds.run(2, exiting_callback)
+    assert "rank 1 failed in step 1: SystemExit: enough" in first
+    assert "SystemExit: enough" in second
+
+
+def thawed(group) -> str:
+    """A complex parameter that was frozen when `attach` looked, and is in DDP's buckets."""
+    model = DistributedDataParallel(Complex(), process_group=group)
+    model.module.turn.requires_grad_(False)
+    handle = oktopk.attach(model, timeout=6)
+    model.module.turn.requires_grad_(True)
+    model.module.forward = lambda: model.module.turn.abs().sum()
+    try:
+        model().backward()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        handle.close()
+    return "no error"
+
+
+def test_a_bucket_of_another_size_is_an_error(worlds):
+    for said in worlds.run(2, thawed):
+        assert "DDP's bucket 0 has 24 elements, and its parameters have 12: ['turn']" in said
+
+
+def failed_exchange(group) -> bool:
+    """Whether what is owed after a failed step is what it was, though the buffers were refilled."""
+    rank = torch.distributed.get_rank(group)
+    idiom = IDIOMS["gradient_as_bucket_view"]
+    model, called, optimizer, handle = build(group, idiom, 0, {"warmup_steps": 0, "timeout": 6})
+    for step in range(6):
+        one_step(model, called, optimizer, idiom, rank, step)
+    owed = handle.state_dict()["residuals"]
+    reached, exchange = [], handle.comm.all_to_all
+
+    def fail_later(*args, **more):
+        reached.append(1)
+        if len(reached) == 2:
+            raise oktopk.ExchangeError("a connection is gone")
+        return exchange(*args, **more)
+
+    handle.comm.all_to_all = fail_later
+    try:
+        one_step(model, called, optimizer, idiom, rank, 6)
+    except RuntimeError:
+        optimizer.zero_grad(set_to_none=False)
+        now = handle.state_dict()["residuals"]
+        return all(torch.equal(part, owed[name]) for name, part in now.items())
+    finally:
+        handle.close()
+    return False
+
+
+def test_a_failed_exchange_is_undone_at_once(worlds):
+    assert worlds.run(2, failed_exchange) == [True, True]
+
+
+def attach_differently(group, what: str) -> str:
+    """Rank 1 differs; `patterns` makes another tensor of the same size dense."""
+    first = torch.distributed.get_rank(group) == 0
+    attached = {
+        "check_every": {"check_every": 5 if first else 0},
+        "policy": {"policy": oktopk.Policy(patterns=("middle.*" if first else "branch.*",))},
+    }[what]
+    try:
+        train(group, "plain", 2, {"warmup_steps": 0, "timeout": 6} | attached)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("check_every", "check_every is 5 on rank 0 but 0 on rank 1"),
+        ("policy", "the ranks disagree: dense parameters is"),
+    ],
+)
+def test_ranks_that_attach_differently_are_told(worlds, what, message):
+    for said in worlds.run(2, attach_differently, what):
+        assert message in said
 
 
 def overflowing(group) -> tuple:

@@ -133,6 +133,37 @@ def test_a_state_that_does_not_fit_is_named(worlds, changes, message):
         assert said.startswith(f"rank {rank}: ") and message in said
 
 
+def load_lists(group) -> tuple[list[str], int]:
+    """What is said of lists that are not all ranks' states; then the step of a good one."""
+    _, _, _, handle = build(group, IDIOMS["plain"], 0, SPARSE)
+    rank0, rank1 = handle.state_dict(), handle.state_dict()
+    for rank, state in enumerate((rank0, rank1)):
+        state["facts"] = json.dumps(json.loads(state["facts"]) | {"rank": rank})
+    said = []
+    for bad in ([], {}, [rank0, {}], [rank0, rank0], [rank1]):
+        try:
+            handle.load_state_dict(bad)
+        except ValueError as error:
+            said.append(str(error))
+    handle.load_state_dict([rank1, rank0])
+    handle.close()
+    return said, handle.step
+
+
+def test_a_list_that_is_not_of_all_ranks_is_named(worlds):
+    for rank, (said, step) in enumerate(worlds.run(2, load_lists)):
+        messages = [
+            "the list of states is empty",
+            "not a state of a handle",
+            "not a state of a handle",
+            "expected the states of all 2 ranks that saved, each once, got those of ranks [0, 0]",
+            "expected the states of all 2 ranks that saved, each once, got those of ranks [1]",
+        ]
+        assert step == 0
+        for one, message in zip(said, messages, strict=True):
+            assert one.startswith(f"rank {rank}: {message}")
+
+
 def scaled(group) -> tuple:
     """A loss scale that doubles must not double what is owed."""
     rank = torch.distributed.get_rank(group)
@@ -184,3 +215,28 @@ def test_residuals_follow_the_learning_rate_when_asked(worlds):
     follows, stays = worlds.run(2, rates, True), worlds.run(2, rates, False)
     for with_it, without in zip(follows, stays, strict=True):
         assert 5 < with_it / without < 15
+
+
+def channels_last(group) -> tuple:
+    """Whether gradients are conserved, and whether a state is in the order people read."""
+    torch.manual_seed(0)
+    net = torch.nn.Conv2d(8, 32, 3, bias=False).to(memory_format=torch.channels_last)
+    model = DistributedDataParallel(net, process_group=group)
+    handle = oktopk.attach(model, density=0.05, warmup_steps=0)
+    x = torch.randn(2, 8, 8, 8).to(memory_format=torch.channels_last)  # the same on every rank
+    alone = torch.autograd.grad(net(x).square().mean(), net.weight)[0]
+    model(x).square().mean().backward()
+    delivered = net.weight.grad + handle.residuals["weight"]
+    state = handle.state_dict()
+    saved = state["residuals"]["weight"]
+    same_order = saved.is_contiguous() and torch.equal(saved, handle.residuals["weight"])
+    handle.load_state_dict(state)
+    loaded = torch.equal(saved, handle.residuals["weight"])
+    handle.close()
+    return delivered, alone, same_order, loaded, bool(saved.any())
+
+
+def test_residuals_of_channels_last_parameters(worlds):
+    for delivered, alone, *right in worlds.run(2, channels_last):
+        torch.testing.assert_close(delivered, alone)
+        assert right == [True, True, True]

@@ -293,3 +293,22 @@ def test_public_names():
         "attach",
         "simulate",
     }
+
+
+def test_a_failed_exchange_is_undone_at_once(monkeypatch):
+    reducer = Reducer(1000, density=0.05)
+    for step in range(3):
+        reducer.reduce_(torch.randn(1000, generator=torch.Generator().manual_seed(step)))
+    owed, grad = reducer.residual.clone(), torch.randn(1000)
+
+    def fail(*_, **__):
+        raise oktopk.ExchangeError("a connection is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reducer.comm, "all_to_all", fail)
+        with pytest.raises(oktopk.ExchangeError):
+            reducer.reduce_(grad)
+    assert torch.equal(reducer.residual, owed)
+    grad.copy_(new := torch.randn(1000))
+    reducer.reduce_(grad)
+    torch.testing.assert_close(grad + reducer.residual, owed + new)

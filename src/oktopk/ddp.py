@@ -23,6 +23,7 @@ from oktopk.comm import Comm, TorchTransport
 from oktopk.exchanger import Arrived
 from oktopk.followed import Followed
 from oktopk.handle import Handle
+from oktopk.misuse import refuse_misuse
 from oktopk.policy import Policy
 from oktopk.rollcall import RollCall, patience_of
 from oktopk.settings import Settings
@@ -59,20 +60,16 @@ def attach(
         optimizer: or a scheduler of it; residuals follow its learning rate: what was saved up under
             a large rate is applied as that rate would have. Off when None.
         scaler: residuals follow its loss scale, and a NaN is delivered for it to see.
-        clip_before: clip this rank's gradient to this norm before the exchange. The norm needs the
-            last bucket, so nothing overlaps with backward. To clip after the exchange, call
-            `clip_grad_norm_` as always.
+        clip_before: clip this rank's gradient, without the scaler's loss scale, to this norm before
+            the exchange. The norm needs the last bucket, so nothing overlaps with backward. To
+            clip after the exchange, call `clip_grad_norm_` as always.
         total_steps: how long the run will be, to warn when it ends before the sparse phase.
         timeout: seconds a rank waits for the others before it raises. The last third of them, at
             most 5 s, is for finding out who is missing.
         check_every: steps between comparisons of the weights of all ranks; 0 is never.
         more: the other fields of `oktopk.settings.Settings`.
     """
-    if not isinstance(model, DistributedDataParallel):
-        raise TypeError(
-            f"attach needs a DistributedDataParallel model, got {type(model).__name__}; Accelerate "
-            "and Lightning wrap the model only when there is more than one process"
-        )
+    refuse_misuse(model, timeout, clip_before, check_every)
     if scaler is not None:
         more.setdefault("on_nonfinite", "deliver")
     settings = Settings(method=method, density=density, warmup_steps=warmup_steps, **more)
@@ -100,8 +97,6 @@ def _own_group(group: Any, timeout: float) -> tuple[Comm, RollCall]:
     For a model of only some ranks, the others need not take part; but torch then asks that its
     ranks have made the same groups before.
     """
-    if not timeout > 0:
-        raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
     ranks = dist.get_process_group_ranks(group)
     patience = patience_of(timeout)
     own = dist.new_group(

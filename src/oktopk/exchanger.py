@@ -78,12 +78,17 @@ class Exchanger:
         while (item := self._queue.get()) is not None:
             arrived, _ = item
             pending.append(item)
-            with self._stream(arrived):
-                error = self._attempt(arrived)
-                if arrived.is_last or error:
-                    for bucket, done in pending:
-                        done.set_result(error or bucket.buffer)
-                    pending = []
+            try:
+                with self._stream(arrived):
+                    error = self._attempt(arrived)
+                    if arrived.is_last and error is None:
+                        while pending:
+                            bucket, done = pending.pop(0)
+                            done.set_result(bucket.buffer)
+            except BaseException as failed:  # noqa: BLE001 - of CUDA: backward must not wait forever
+                error = self.failure = _as_exception(failed)
+            while pending and error is not None:
+                pending.pop(0)[1].set_result(error)
 
     def _attempt(self, arrived: Arrived) -> Exception | None:
         """Take a bucket; the error to raise in backward, on the user's thread."""
@@ -93,8 +98,8 @@ class Exchanger:
                 take(arrived)
             except NonfiniteError as error:  # the step was undone: the next may be well
                 return error
-            except Exception as error:  # noqa: BLE001
-                self.failure = error
+            except BaseException as error:  # noqa: BLE001 - sys.exit() too: it would end no process
+                self.failure = _as_exception(error)
         return self.failure
 
     def _stream(self, arrived: Arrived) -> Any:
@@ -112,6 +117,14 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     return _streams[device]
+
+
+def _as_exception(error: BaseException) -> Exception:
+    if isinstance(error, Exception):
+        return error
+    wrapped = RuntimeError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def _value_or_raise(done: torch.futures.Future[Any]) -> Tensor:

@@ -30,6 +30,11 @@ class Followed:
         self._rates: dict[str, float] = {}
         self._scale: float | None = None
 
+    @property
+    def scale(self) -> float:
+        """The present loss scale; 1 without one."""
+        return self._scaler.get_scale() if self._scaler else 1.0
+
     def rate_factors(self, parameters: dict[str, Tensor]) -> dict[str, float]:
         """By how much what is owed to each parameter must grow; empty when no rate changed."""
         rates = self._present_rates(parameters)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from oktopk.clipping import clip_
 from oktopk.comm import Comm, ExchangeError
 from oktopk.engine import Engine, NonfiniteError
 from oktopk.exchanger import Arrived, Exchanger
@@ -112,9 +113,9 @@ class Handle:
         owed = self.residuals
         return {
             "residuals": {
-                name: owed[name].clone()
+                name: owed[name].clone(memory_format=torch.contiguous_format)
                 if name in owed
-                else torch.zeros_like(p, dtype=acc_dtype(p))
+                else torch.zeros(p.shape, dtype=acc_dtype(p), device=p.device)
                 for name, p in self._named.parameters.items()
             },
             "facts": json.dumps(facts),
@@ -149,8 +150,11 @@ class Handle:
             self._feed(arrived)
         except NonfiniteError:
             raise
-        except Exception as error:
-            self._roll_call.give_up(error, self.comm)
+        except BaseException as error:  # sys.exit() in on_step too: the others must hear of it
+            try:
+                self._engine.abandon()  # now: the user may refill the buffers the undo needs
+            finally:
+                self._roll_call.give_up(error, self.comm)
             raise
 
     def _feed(self, arrived: Arrived) -> None:
@@ -199,6 +203,7 @@ class Handle:
         """All buckets at once: while DDP may still change them, and to clip before the exchange."""
         signatures = [arrived.signature() for arrived in self._waiting]
         layout = self._named.layout_of(self._waiting)
+        self._named.check_sizes(self._waiting, layout)
         self._steady = self._steady + 1 if signatures == self._seen else 0
         self._seen = signatures
         # a loaded layout is kept until DDP comes to it, or has settled on another
@@ -211,7 +216,7 @@ class Handle:
         staged = self._named.staged(self._waiting, self._layout) if moved else None
         grads = staged or [arrived.buffer for arrived in self._waiting]
         if self.clip_before is not None:
-            clip_(grads, self.clip_before)
+            clip_(grads, self.clip_before * self._followed.scale)
         self._begin()
         for bucket, grad in enumerate(grads):
             self._engine.feed(bucket, grad)
@@ -247,8 +252,9 @@ class Handle:
         self._engine.lay_out([self._named.bucket(names) for names in layout])
         self._layout = layout
         if owed:
-            like = next(iter(owed.values()))
-            self._engine.residual = like.new_zeros(self._engine.numel)
+            dtype = next(iter(owed.values())).dtype
+            device = next(iter(self._named.parameters.values())).device  # a state may be elsewhere
+            self._engine.residual = torch.zeros(self._engine.numel, dtype=dtype, device=device)
             for name, residual in self.residuals.items():
                 if name in owed:
                     residual.copy_(owed[name])
@@ -257,7 +263,10 @@ class Handle:
         names = [name for bucket in self._layout for name in bucket]
         facts = asdict(self.settings) | {
             "step": self.step,
+            "check_every": self.check_every,
             "parameters": len(names),
+            "dense parameters": [name for name in names if self._named.is_dense(name)],
+            "state": self._engine.shared(),
             "numel": self._engine.numel,
             "numel dense": self._engine.num_dense,
             "buckets": len(self._layout),
@@ -270,13 +279,3 @@ class Handle:
 def _end_threads(roll_call: RollCall, exchanger: Exchanger) -> None:
     roll_call.close()
     exchanger.close()
-
-
-def clip_(grads: list[Tensor], most: float) -> None:
-    """Scale this rank's gradient to a norm of at most `most`."""
-    norm = torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads])
-    )
-    scale = torch.clamp(most / (norm + 1e-6), max=1.0)
-    for grad in grads:
-        grad.mul_(scale.to(grad.dtype))

@@ -18,6 +18,12 @@ def fitting(
     state: State | list[State], comm: Comm, method: str, names: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The facts and residuals this rank goes on with; ValueError says what does not fit."""
+    for each in [state] if isinstance(state, dict) else state:
+        if not {"facts", "residuals"} <= set(each):
+            raise ValueError(
+                f"rank {comm.rank}: not a state of a handle: expected what `state_dict` gave, with "
+                f"'facts' and 'residuals', got {sorted(each) or 'an empty one'}"
+            )
     mine = state if isinstance(state, dict) else _taken_over(state, comm)
     facts, owed = json.loads(mine["facts"]), mine["residuals"]
     if facts["world_size"] != comm.size:
@@ -40,15 +46,18 @@ def fitting(
 
 def _taken_over(states: list[State], comm: Comm) -> State:
     """Rank r takes over what ranks r, r+P, ... owed, so the sum over ranks stays what it was."""
-    if len(states) == comm.size:
-        return next(s for s in states if json.loads(s["facts"])["rank"] == comm.rank)
+    if not states:
+        raise ValueError(f"rank {comm.rank}: the list of states is empty: pass those of all ranks")
     ordered = sorted(states, key=lambda state: json.loads(state["facts"])["rank"])
     facts = [json.loads(state["facts"]) for state in ordered]
     ranks = [its["rank"] for its in facts]
     if ranks != list(range(facts[0]["world_size"])):
         raise ValueError(
-            f"expected the states of {facts[0]['world_size']} ranks, got those of ranks {ranks}"
+            f"rank {comm.rank}: expected the states of all {facts[0]['world_size']} ranks that "
+            f"saved, each once, got those of ranks {ranks}"
         )
+    if len(ranks) == comm.size:
+        return ordered[comm.rank]
     mine = ordered[comm.rank :: comm.size]
     owed = {
         name: sum((state["residuals"][name] for state in mine), torch.zeros_like(like))

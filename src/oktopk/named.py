@@ -31,39 +31,66 @@ class Named:
     def layout_of(self, buckets: list[Arrived]) -> Layout:
         return [[self._names[p] for p in arrived.parameters] for arrived in buckets]
 
+    def check_sizes(self, buckets: list[Arrived], layout: Layout) -> None:
+        """Raise where a bucket of DDP's is not as large as its parameters: all would be misread."""
+        for arrived, names in zip(buckets, layout, strict=True):
+            numel = sum(self.parameters[name].numel() for name in names)
+            if arrived.buffer.numel() != numel:
+                raise ValueError(
+                    f"DDP's bucket {arrived.index} has {arrived.buffer.numel()} elements, and its "
+                    f"parameters have {numel}: {names}; is one of them complex?"
+                )
+
+    def is_dense(self, name: str) -> bool:
+        return self._policy.is_dense(name, self.parameters[name])
+
     def bucket(self, names: list[str]) -> Bucket:
         """Where in a bucket of these parameters the dense ones lie."""
         start, dense, sparse = 0, [], []
         for name in names:
             parameter = self.parameters[name]
-            ranges = dense if self._policy.is_dense(name, parameter) else sparse
+            ranges = dense if self.is_dense(name) else sparse
             ranges.append((start, start + parameter.numel()))
             start += parameter.numel()
         return Bucket(start, tuple(dense), tuple(sparse) if self._finds_unused else ())
 
     def views(self, flat: Tensor, names: list[str]) -> dict[str, Tensor]:
-        """The parts of a flat bucket, each in its parameter's shape."""
-        parameters = [self.parameters[name] for name in names]
-        parts = flat.split([parameter.numel() for parameter in parameters])
+        """The parts of a flat bucket, each in its parameter's shape, laid out as DDP does."""
         return {
-            name: part.view(parameter.shape)
-            for name, part, parameter in zip(names, parts, parameters, strict=True)
+            name: part.as_strided(self.parameters[name].shape, _strides(self.parameters[name]))
+            for name, part in self._parts(flat, names).items()
         }
 
     def staged(self, buckets: list[Arrived], layout: Layout) -> list[Tensor]:
         """A copy of DDP's gradients in the order of another layout."""
-        views = self._gradients(buckets)
-        return [torch.cat([views[name].view(-1) for name in names]) for names in layout]
+        parts = self._gradients(buckets)
+        return [torch.cat([parts[name] for name in names]) for names in layout]
 
     def unstage(self, staged: list[Tensor], buckets: list[Arrived], layout: Layout) -> None:
         """Copy what was staged back into DDP's buckets."""
-        views = self._gradients(buckets)
+        parts = self._gradients(buckets)
         for names, grad in zip(layout, staged, strict=True):
-            for name, part in self.views(grad, names).items():
-                views[name].copy_(part)
+            for name, part in self._parts(grad, names).items():
+                parts[name].copy_(part)
 
     def _gradients(self, buckets: list[Arrived]) -> dict[str, Tensor]:
-        views = {}
+        parts = {}
         for arrived, names in zip(buckets, self.layout_of(buckets), strict=True):
-            views |= self.views(arrived.buffer, names)
-        return views
+            parts |= self._parts(arrived.buffer, names)
+        return parts
+
+    def _parts(self, flat: Tensor, names: list[str]) -> dict[str, Tensor]:
+        """The parts of a flat bucket, flat, in the order they lie in memory."""
+        numels = [self.parameters[name].numel() for name in names]
+        return dict(zip(names, flat.split(numels), strict=True))
+
+
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """Those of its gradient in DDP's bucket: its own if it fills its memory, else contiguous ones.
+
+    It does fill it (as a channels_last one does) where a tensor like it gets the same strides.
+    """
+    like = torch.empty_like(parameter, device="meta")
+    if like.stride() == parameter.stride():
+        return like.stride()
+    return torch.empty_like(like, memory_format=torch.contiguous_format).stride()

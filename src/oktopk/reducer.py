@@ -91,14 +91,19 @@ class Reducer:
         """Replace `grad` by the average over ranks, the same bits on all. Blocks.
 
         Every rank must call it with the same size and dtype; the first call checks that together.
+        After an error what is owed is as before the call, and `grad` holds nothing of use.
         """
         if not isinstance(grad, Tensor):
             raise TypeError(f"rank {self.comm.rank}: expected a tensor, got {type(grad).__name__}")
         grad = grad.detach()
         self._check(grad)
-        self._engine.begin()
-        self._engine.feed(0, grad)
-        stats = self._engine.finish()
+        try:
+            self._engine.begin()
+            self._engine.feed(0, grad)
+            stats = self._engine.finish()
+        except BaseException:
+            self._engine.abandon()  # now, while `grad` still has what the residual was
+            raise
         self._engine.raise_if_asked(stats)
         return stats
 

@@ -65,7 +65,7 @@ class RollCall:
         """What the roll call found; None as long as nobody has called one."""
         return self._verdict
 
-    def give_up(self, error: Exception, comm: Comm) -> None:
+    def give_up(self, error: BaseException, comm: Comm) -> None:
         """Leave a last word, close the connections so that nobody waits for us, hear the verdict.
 
         After an error of the exchange this raises one that says who is to blame. An error of this

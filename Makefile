@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 
 ARGS ?=
 
-.PHONY: train test lint types pytest bench-selection clean
+.PHONY: train test lint types pytest test-slow bench-selection clean
 
 train: $(VENV)/.train
 	$(BIN)/oktopk train $(ARGS)
@@ -23,6 +23,9 @@ types: $(VENV)/.installed
 
 pytest: $(VENV)/.installed
 	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.installed
+	$(BIN)/python -m pytest -m slow
 
 bench-selection: $(VENV)/.installed
 	$(BIN)/python benchmarks/selection.py

@@ -25,6 +25,15 @@ class Worlds:
         return self.started[P].run(P, fn, *args, **more)
 
 
+# those that take longest, so that no core is left alone with them at the end
+FIRST = ("test_train_cli.py", "test_launchers.py", "test_examples.py", "test_ddp_idioms.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(FIRST)))
+
+
 @pytest.fixture(scope="session")
 def worlds():
     worlds = Worlds()

@@ -67,7 +67,7 @@ def test_a_config_that_is_not_there_names_those_that_are():
 
 
 def test_written_and_read_again_it_is_the_same(tmp_path):
-    config = Config(name='a "quoted" name', lr=1e-9, augment=False, data="δ")
+    config = Config(name="a.b-c_1", lr=1e-9, augment=False, data='a "quoted" δ')
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config))
     assert load(str(path)) == config

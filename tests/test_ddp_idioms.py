@@ -35,9 +35,16 @@ def test_one_rank_alone_is_plain_ddp_and_may_be_sparse(worlds):
     assert all(value.isfinite().all() for value in sparse.values())
 
 
-@pytest.mark.parametrize("name", IDIOMS)
+@pytest.mark.parametrize(
+    "name", ["plain", *(pytest.param(n, marks=pytest.mark.slow) for n in IDIOMS if n != "plain")]
+)
 def test_ranks_have_the_same_bits_after_300_steps_at_two_percent(worlds, name):
     assert_same_bits(worlds.run(2, train, name, 300, {**SPARSE, "check_every": 100}, timeout=110))
+
+
+@pytest.mark.parametrize("name", [name for name in IDIOMS if name != "plain"])
+def test_ranks_have_the_same_bits_in_every_idiom(worlds, name):
+    assert_same_bits(worlds.run(2, train, name, 40, {**SPARSE, "check_every": 10}))
 
 
 def test_four_ranks_have_the_same_bits_beyond_new_thresholds_and_bounds(worlds):

@@ -55,6 +55,7 @@ def test_check_under_mpirun():
     assert_all_is_well(done, "2 ranks by mpirun")
 
 
+@pytest.mark.slow
 def test_workers_that_torchrun_restarts_meet_again():
     done = run(
         *TORCHRUN, "--standalone", "--nproc-per-node", 2, "--max-restarts", 1, HERE / "restarted.py"
@@ -63,6 +64,7 @@ def test_workers_that_torchrun_restarts_meet_again():
     assert done.stdout == "ranks [0, 1] life 1\n"
 
 
+@pytest.mark.slow
 def test_a_job_grows_when_a_second_agent_comes():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

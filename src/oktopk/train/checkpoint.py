@@ -100,17 +100,20 @@ def _gather(
     mine: dict[str, dict[str, Any]], comm: Comm, device: torch.device
 ) -> dict[str, dict[str, Any]]:
     """Sizes and hashes of all ranks' files: the common one is rank 0's."""
-    table = {}
-    for name, owners in ((COMMON, [0]), ("rank-{}.pt", range(comm.size))):
-        facts = mine.get(name.format(comm.rank), {"bytes": 0, "sha256": "00" * DIGEST})
-        row = facts["bytes"].to_bytes(8, "little") + bytes.fromhex(facts["sha256"])
-        own = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
-        rows = comm.all_gather(own, stage="checkpoint").cpu()
-        for owner in owners:
-            its = bytes(rows[owner].tolist())
-            size, digest = int.from_bytes(its[:8], "little"), its[8:].hex()
-            table[name.format(owner)] = {"bytes": size, "sha256": digest}
-    return table
+    nothing = {"bytes": 0, "sha256": "00" * DIGEST}
+    row = b""
+    for name in (COMMON, rank_file(comm.rank)):
+        facts = mine.get(name, nothing)
+        row += facts["bytes"].to_bytes(8, "little") + bytes.fromhex(facts["sha256"])
+    own = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
+    rows = [bytes(row) for row in comm.all_gather(own, stage="checkpoint").tolist()]
+    half = len(row) // 2
+    parts = {COMMON: rows[0][:half]}
+    parts |= {rank_file(rank): row[half:] for rank, row in enumerate(rows)}
+    return {
+        name: {"bytes": int.from_bytes(part[:8], "little"), "sha256": part[8:].hex()}
+        for name, part in parts.items()
+    }
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -138,17 +141,11 @@ def find(folder: Path, comm: Comm, device: torch.device) -> Path | None:
     common = set.intersection(*(set(steps) for steps in lists)) - {-1}
     if common:
         return step_folder(folder, max(common))
-    any_there = together_any(bool(steps), comm, device)
-    if any_there:
+    if any(comm.all_gather_size(len(steps), device, stage="checkpoint")):
         raise CheckpointError(
             f"no checkpoint in {folder} is whole on every rank; to start anew, move the folder away"
         )
     return None
-
-
-def together_any(mine: bool, comm: Comm, device: torch.device) -> bool:
-    """Whether it is so on any rank."""
-    return any(comm.all_gather_size(int(mine), device, stage="checkpoint"))
 
 
 def _whole(path: Path, comm: Comm) -> bool:

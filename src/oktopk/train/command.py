@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from oktopk.comm import Comm, TorchTransport
+from oktopk.join import ALONE
 from oktopk.launch import Place, find_place, joined, start_workers, workers_to_start
 from oktopk.train import checkpoint
 from oktopk.train.config import DEFAULT, Config, load, to_toml, with_flags
@@ -33,7 +34,6 @@ log = logging.getLogger("oktopk")
 SETTINGS = "config.toml"
 GO_ON = "the same command with --resume goes on from the last checkpoint, if there is one"
 ENDED_BY_HAND = (2, 130, 143)
-ALONE = Place("none", 0, 1, 0, 1)
 
 
 def command(args: argparse.Namespace, argv: list[str]) -> int:

@@ -30,15 +30,6 @@ class Journal:
         self._file.close()
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """All whole objects of a metrics file."""
-    entries = []
-    for line in path.read_text().splitlines(keepends=True):
-        if line.endswith("\n"):  # only the last may be cut off
-            entries.append(json.loads(line))
-    return entries
-
-
 def _line(entry: dict[str, Any]) -> str:
     return json.dumps(finite(entry), allow_nan=False) + "\n"
 

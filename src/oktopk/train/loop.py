@@ -37,14 +37,14 @@ def train_epoch(run: Run, recorder: Recorder, folder: Path) -> Validation | None
     batches = plan(len(run.corpus.train), config.batch, run.comm.size, progress.epoch, config.seed)
     spent = dict.fromkeys((*PARTS, *OVERLAPPED), 0.0)
     began_at = progress.index
-    while progress.index < run.steps_per_epoch and not finished(run):
+    while _goes_on(run):
         turn = batches[progress.index * micro : (progress.index + 1) * micro]
         entry = take_step(run, [ranks[run.comm.rank] for ranks in turn])
         spent = {part: seconds + entry[part] for part, seconds in spent.items()}
         recorder.step(entry)
         if _draws_histograms(run):
             recorder.histograms(entry["step"])
-        if progress.index < run.steps_per_epoch and not finished(run):  # else the end saves
+        if _goes_on(run):  # else the end saves
             due = config.checkpoint_every and progress.step % config.checkpoint_every == 0
             if due or recorder.stops:
                 save(run, recorder, folder)
@@ -53,6 +53,11 @@ def train_epoch(run: Run, recorder: Recorder, folder: Path) -> Validation | None
     result = _end_epoch(run, recorder, folder, _per_step(spent, progress.index - began_at))
     stop_if_asked(run, recorder)
     return result
+
+
+def _goes_on(run: Run) -> bool:
+    """Whether the epoch has another step."""
+    return run.progress.index < run.steps_per_epoch and not finished(run)
 
 
 def stop_if_asked(run: Run, recorder: Recorder) -> None:
@@ -84,7 +89,7 @@ def _end_epoch(
     result = None
     if validates(progress.epoch, config.epochs, config.validate_every) or finished(run):
         result = validate_now(run)
-    blank = dict.fromkeys(f for f in Validation.__slots__)
+    blank = dict.fromkeys(Validation.__slots__)
     recorder.epoch(entry | (asdict(result) if result else blank))
     for sample in result.samples if result else ():
         recorder.say(f"  said  {sample['said']}\n  heard {sample['heard']}")

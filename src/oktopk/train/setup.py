@@ -100,16 +100,18 @@ def prepare_corpus(config: Config, comm: Comm, device: torch.device, place: Plac
     folder = Path(config.data) if config.data else spoken
     cache = Path(config.cache) if config.cache else folder / "cache"
 
-    def first() -> None:
-        if place.local_rank == 0:
-            if not config.data and not folder.exists():
-                log.info("speaking a corpus into %s", folder)
-                _speak(folder, config)
-            corpus = _open(folder, cache)
-            check(corpus.train, corpus.test)
+    def first() -> Corpus | None:
+        if place.local_rank != 0:
+            return None
+        if not config.data and not folder.exists():
+            log.info("speaking a corpus into %s", folder)
+            _speak(folder, config)
+        corpus = _open(folder, cache)
+        check(corpus.train, corpus.test)
+        return corpus
 
-    together(comm, device, "preparing the data", first)
-    return together(comm, device, "reading the data", lambda: _open(folder, cache))
+    ready = together(comm, device, "preparing the data", first)
+    return together(comm, device, "reading the data", lambda: ready or _open(folder, cache))
 
 
 def _speak(folder: Path, config: Config) -> None:

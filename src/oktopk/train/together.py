@@ -23,7 +23,8 @@ def together(comm: Comm, device: torch.device, what: str, act: Callable[[], T]) 
         result = act()
     except Exception as error:  # noqa: BLE001 - raised below, once the others know
         failure = error
-    failed = [rank for rank, bad in enumerate(flags(comm, device, failure is not None)) if bad]
+    flags = comm.all_gather_size(int(failure is not None), device, stage="run")
+    failed = [rank for rank, bad in enumerate(flags) if bad]
     if failure is not None:
         raise failure
     if failed:
@@ -31,9 +32,3 @@ def together(comm: Comm, device: torch.device, what: str, act: Callable[[], T]) 
             f"rank {comm.rank} stops because {what} failed on rank {failed[0]}; see its message"
         )
     return result  # pyright: ignore[reportReturnType] - act returned it
-
-
-def flags(comm: Comm, device: torch.device, mine: bool) -> list[bool]:
-    """A yes or no of every rank, in rank order."""
-    answers = comm.all_gather(torch.tensor([mine], dtype=torch.int32, device=device), stage="run")
-    return [bool(answer) for answer in answers.flatten().tolist()]

@@ -35,6 +35,8 @@ ORDER = [
     "rollcall",
     "exchanger",
     "followed",
+    "moments",
+    "remedies",
     "clipping",
     "weights",
     "named",

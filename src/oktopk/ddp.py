@@ -25,8 +25,9 @@ from oktopk.followed import Followed
 from oktopk.handle import Handle
 from oktopk.misuse import refuse_misuse
 from oktopk.policy import Policy
+from oktopk.remedies import RAMP, described, remedies_for
 from oktopk.rollcall import RollCall, patience_of
-from oktopk.settings import Settings
+from oktopk.settings import Settings, ramp
 from oktopk.stats import StepStats
 
 log = logging.getLogger("oktopk")
@@ -38,6 +39,7 @@ def attach(
     method: str = "oktopk",
     density: float = 0.02,
     warmup_steps: int = 128,
+    ramp_steps: int | None = None,
     policy: Policy | None = None,
     on_step: Callable[[StepStats], None] | None = None,
     optimizer: Optimizer | LRScheduler | None = None,
@@ -54,11 +56,14 @@ def attach(
         method: a name of `oktopk.METHODS`.
         density: fraction of the entries that is kept, in (0, 1].
         warmup_steps: dense steps before the sparse phase.
+        ramp_steps: steps in which the density then falls from 25 %. Twice the warm-up when there is
+            an optimizer, 0 when there is none.
         policy: which parameters travel dense; biases, norms and tiny ones by default.
         on_step: called with the `StepStats` of every finished step, on the exchange thread: no
             collectives in it. An error in it is logged.
-        optimizer: or a scheduler of it; residuals follow its learning rate: what was saved up under
-            a large rate is applied as that rate would have. Off when None.
+        optimizer: or a scheduler of it; what suits it best is set (`oktopk.remedies`), unless given
+            in `more`, and logged. Residuals follow its learning rate: what was saved up under a
+            large rate is applied as that rate would have. None: plain error feedback.
         scaler: residuals follow its loss scale, and a NaN is delivered for it to see.
         clip_before: clip this rank's gradient, without the scaler's loss scale, to this norm before
             the exchange. The norm needs the last bucket, so nothing overlaps with backward. To
@@ -72,6 +77,8 @@ def attach(
     refuse_misuse(model, timeout, clip_before, check_every)
     if scaler is not None:
         more.setdefault("on_nonfinite", "deliver")
+    followed = Followed(optimizer, scaler)
+    more = _suited(followed.optimizer, method, density, warmup_steps, ramp_steps, more)
     settings = Settings(method=method, density=density, warmup_steps=warmup_steps, **more)
     if total_steps is not None and total_steps <= warmup_steps and method != "dense":
         log.warning(
@@ -79,7 +86,6 @@ def attach(
             total_steps,
             warmup_steps,
         )
-    followed = Followed(optimizer, scaler)
     comm, roll_call = _own_group(model.process_group, timeout)
     handle = Handle(model, settings, comm, roll_call, policy or Policy(), followed)
     handle.on_step, handle.clip_before, handle.check_every = on_step, clip_before, check_every
@@ -89,6 +95,27 @@ def attach(
         handle.close()
         raise
     return handle
+
+
+def _suited(
+    optimizer: Any,
+    method: str,
+    density: float,
+    warmup_steps: int,
+    ramp_steps: int | None,
+    more: dict[str, Any],
+) -> dict[str, Any]:
+    """The other settings: what suits the optimizer, unless the user said otherwise."""
+    if ramp_steps is None:
+        ramp_steps = RAMP * warmup_steps if optimizer is not None else 0
+    if ramp_steps and "schedule" not in more:
+        more = more | {"schedule": ramp(ramp_steps, density)}
+    if optimizer is None or method == "dense":
+        return more
+    remedies = remedies_for(optimizer)
+    picked = {name: value for name, value in remedies.fields.items() if name not in more}
+    log.info("%s", described(optimizer, picked, ramp_steps, remedies.why))
+    return more | picked
 
 
 def _own_group(group: Any, timeout: float) -> tuple[Comm, RollCall]:

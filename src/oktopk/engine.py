@@ -101,6 +101,7 @@ class Engine:
         self.comm.alarm = False
         self._method: Method = METHODS["dense" if self.phase == "dense" else self.settings.method]
         self._whole_step = self.waits_for_all
+        self._advance = 0.0 if self.phase == "dense" else self.settings.advance_at(self.step)
         self._saved = [copy(state) for state in self.states], copy(self.whole), self.quotas
         self._undo = Undo()
         self._grads: dict[int, Tensor] = {}
@@ -135,7 +136,8 @@ class Engine:
             self._move_whole()
         # sums may overflow though no gradient did; they are the same on all ranks, so all see it
         dtypes = {bucket: grad.dtype for bucket, grad in self._grads.items()}
-        self.comm.alarm = self.comm.alarm or not self._tally.is_finite(dtypes, self.comm.size)
+        divisor = self.comm.size / (1 + self._advance)
+        self.comm.alarm = self.comm.alarm or not self._tally.is_finite(dtypes, divisor)
         self._tally.note_thresholds()
         skipped = self.comm.alarm
         with self._tally.clock("scatter"):
@@ -271,7 +273,7 @@ class Engine:
 
     def _settle(self, bucket: int, local: Sparse, exchanged: Exchanged) -> None:
         grad = self._grads[bucket]
-        settle_(grad, self.residual_of(bucket), local, exchanged, self.comm.size)
+        settle_(grad, self.residual_of(bucket), local, exchanged, self.comm.size, self._advance)
         ranges = self.buckets[bucket].dense if self.phase == "sparse" else ()
         sums = exchanged.rider.split([end - start for start, end in ranges]) if ranges else ()
         for (start, end), total in zip(ranges, sums, strict=True):

@@ -23,8 +23,8 @@ class Followed:
         optimizer: Optimizer | LRScheduler | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        self._optimizer: Any = getattr(optimizer, "optimizer", optimizer)  # a scheduler has its own
-        if self._optimizer is not None and not hasattr(self._optimizer, "param_groups"):
+        self.optimizer: Any = getattr(optimizer, "optimizer", optimizer)  # a scheduler has its own
+        if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
             raise TypeError(f"expected an optimizer or a scheduler, got {type(optimizer).__name__}")
         self._scaler = scaler
         self._rates: dict[str, float] = {}
@@ -59,11 +59,11 @@ class Followed:
         self._rates, self._scale = dict(state["rates"]), state["scale"]
 
     def _present_rates(self, parameters: dict[str, Tensor]) -> dict[str, float]:
-        if self._optimizer is None:
+        if self.optimizer is None:
             return {}
         by_id = {
             id(parameter): float(group["lr"])
-            for group in self._optimizer.param_groups
+            for group in self.optimizer.param_groups
             for parameter in group["params"]
         }
         return {name: by_id[id(p)] for name, p in parameters.items() if id(p) in by_id}

@@ -20,6 +20,7 @@ from oktopk.exchanger import Arrived, Exchanger
 from oktopk.followed import Followed
 from oktopk.handover import fitting
 from oktopk.handshake import agree
+from oktopk.moments import LateMoments
 from oktopk.named import Layout, Named
 from oktopk.policy import Policy
 from oktopk.rollcall import RollCall
@@ -59,6 +60,13 @@ class Handle:
         self._named = Named(model, policy)
         self._engine = Engine(settings, comm, [])
         self._followed = followed
+        mine = weakref.ref(self)  # the optimizer must not keep a handle alive
+        self._moments = LateMoments(
+            followed.optimizer,
+            self._named.parameters,
+            settings,
+            last=lambda: handle.stats if (handle := mine()) else None,
+        )
         self._layout: Layout = []
         self._loaded = False  # the layout came from a state, not from DDP
         self._agreed = False
@@ -118,6 +126,7 @@ class Handle:
                 else torch.zeros(p.shape, dtype=acc_dtype(p), device=p.device)
                 for name, p in self._named.parameters.items()
             },
+            "arrived": self._moments.state_dict(),
             "facts": json.dumps(facts),
         }
 
@@ -128,16 +137,18 @@ class Handle:
         over what ranks r, r+P, ... owed. The method must be the same.
         """
         names = self._named.parameters
-        facts, owed = fitting(state, self.comm, self.settings.method, names)
+        facts, owed, arrived = fitting(state, self.comm, self.settings.method, names)
         owes = any(bool(part.any()) for part in owed.values())
         self._lay_out(facts["layout"], owed if owes else {})
         self._engine.load_state_dict(facts["engine"])
         self._followed.load_state_dict(facts["followed"])
+        self._moments.load_state_dict(arrived)
         self._loaded, self._steady, self._seen = bool(facts["layout"]), 0, []
         self._agreed = False
 
     def close(self) -> None:
         """End the exchange thread and its process group. The model must not be trained any more."""
+        self._moments.close()
         self._finalizer()
         self.comm.close()
 

@@ -11,13 +11,13 @@ import torch
 from oktopk.comm import Comm
 
 State = dict[str, Any]
-"""`residuals` by name, and `facts` as JSON."""
+"""`residuals` and `arrived` by name, and `facts` as JSON."""
 
 
 def fitting(
     state: State | list[State], comm: Comm, method: str, names: Collection[str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The facts and residuals this rank goes on with; ValueError says what does not fit."""
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The facts, residuals and arrivals this rank goes on with; ValueError says what is wrong."""
     for each in [state] if isinstance(state, dict) else state:
         if not {"facts", "residuals"} <= set(each):
             raise ValueError(
@@ -41,7 +41,7 @@ def fitting(
             f"rank {comm.rank}: the state is of another model; only one of them has "
             f"{sorted(set(owed) ^ set(names))}"
         )
-    return facts, owed
+    return facts, owed, mine.get("arrived", {})
 
 
 def _taken_over(states: list[State], comm: Comm) -> State:
@@ -66,5 +66,6 @@ def _taken_over(states: list[State], comm: Comm) -> State:
     engine = facts[0]["engine"] | {"numels": []}  # thresholds and bounds were for other ranks
     return {
         "residuals": owed,
+        "arrived": ordered[0].get("arrived", {}),  # the same on every rank
         "facts": json.dumps(facts[0] | {"world_size": comm.size, "engine": engine}),
     }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
 from oktopk.methods import METHODS
@@ -29,6 +30,19 @@ class Settings:
     schedule: tuple[tuple[int, float], ...] = ()
     """(steps, density) pairs that follow the warm-up, before `density` holds for good."""
 
+    advance: float = 0.0
+    """Deliver this much more of every sum than was saved up, and owe it: what comes next mostly
+    goes on in the same direction, and would come late. 0 is plain error feedback. It fades with
+    (1 - density), so that at density 1 nothing is late and nothing is advanced. O(k)."""
+
+    beta1: float | None = None
+    """Cap on Adam's first beta in the sparse phase: what was saved up is an average already, and a
+    second one over it only delays. Needs `attach(..., optimizer=...)`; None leaves it alone."""
+
+    late_moments: bool = False
+    """Let Adam's second moment take an entry of `age` steps as that many small gradients, not as
+    one huge one. Needs `attach(..., optimizer=...)`. One read of n, one int32 per entry."""
+
     exact_every: int = 32
     """Steps between exact thresholds over the whole model (`oktopk`; tau' of the paper)."""
 
@@ -51,6 +65,10 @@ class Settings:
             if not 0 < density <= 1:  # a NaN fails too
                 raise ValueError(f"density must be in (0, 1], got {density}")
         self._check_numbers()
+        if not 0 <= self.advance <= 1:
+            raise ValueError(f"advance must be in [0, 1], got {self.advance}")
+        if self.beta1 is not None and not 0 <= self.beta1 < 1:
+            raise ValueError(f"beta1 must be in [0, 1), or None, got {self.beta1}")
         for name, allowed in {"scope": Scope, "on_nonfinite": OnNonfinite}.items():
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(
@@ -68,6 +86,10 @@ class Settings:
     def is_dense(self, step: int) -> bool:
         return step < self.warmup_steps or self.method == "dense"
 
+    def advance_at(self, step: int) -> float:
+        """The advance of a sparse step."""
+        return self.advance * (1 - self.density_at(step))
+
     def density_at(self, step: int) -> float:
         """The density of a sparse step."""
         ends = accumulate(steps for steps, _ in self.schedule)
@@ -80,3 +102,18 @@ class Settings:
 def num_kept(numel: int, density: float) -> int:
     """k: the density's share of n, at least one entry of a gradient that has any."""
     return min(numel, max(1, round(density * numel)))
+
+
+def ramp(steps: int, density: float, start: float = 0.25) -> tuple[tuple[int, float], ...]:
+    """A schedule that falls from `start` to `density` over `steps`, by about a third at a time.
+
+    In stairs: whenever k changes, `oktopk` looks at the whole model again.
+    """
+    if steps < 1 or density >= start:
+        return ()
+    stairs = min(steps, max(1, round(math.log(start / density) / math.log(1.5))))
+    edges = [steps * i // stairs for i in range(stairs + 1)]
+    return tuple(
+        (end - begin, start * (density / start) ** (i / stairs))
+        for i, (begin, end) in enumerate(pairwise(edges))
+    )

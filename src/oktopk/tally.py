@@ -42,7 +42,7 @@ class Tally:
             smallest_magnitude([exchanged.result for _, exchanged in pairs]),
         )
 
-    def is_finite(self, dtypes: dict[int, torch.dtype], size: int) -> bool:
+    def is_finite(self, dtypes: dict[int, torch.dtype], size: float) -> bool:
         """Whether all sums are, and their averages in the dtype of their bucket."""
         for bucket, (_, exchanged) in self.moved.items():
             for sums in (exchanged.result.values, exchanged.rider):

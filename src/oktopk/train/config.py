@@ -66,6 +66,8 @@ class Config:
     method: str = option("oktopk", "how gradients are exchanged", *METHODS)
     density: float = option(0.02, "fraction of the gradient that is kept")
     warmup_steps: int = option(128, "dense steps before the sparse phase")
+    ramp_steps: int = option(0, "steps after them in which the density falls from 25 %")
+    remedies: str = option("auto", "what suits the optimizer, or plain feedback", "auto", "none")
 
     validate_every: int = option(5, "epochs between validations; first and last always")
     validate_batch: int = option(16, "utterances per validation batch")
@@ -103,7 +105,8 @@ LEAST = {
     **dict.fromkeys(("workers", "hidden", "layers", "channels", "epochs", "batch"), 1),
     **dict.fromkeys(("accumulate", "validate_every", "validate_batch", "log_every", "keep"), 1),
     **dict.fromkeys(("spoken_train", "spoken_test"), 1),
-    **dict.fromkeys(("max_steps", "lr_warmup", "momentum", "weight_decay", "warmup_steps"), 0),
+    **dict.fromkeys(("max_steps", "lr_warmup", "momentum", "weight_decay"), 0),
+    **dict.fromkeys(("warmup_steps", "ramp_steps"), 0),
     **dict.fromkeys(("clip_before", "clip_after", "beam", "samples", "histogram_every"), 0),
     **dict.fromkeys(("checkpoint_every", "seed"), 0),
     "timeout": 1.0,

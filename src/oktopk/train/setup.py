@@ -166,16 +166,19 @@ def set_up(config: Config, comm: Comm, device: torch.device, place: Place) -> Ru
         gradient_as_bucket_view=True,
         **OWN_BUFFERS,
     )
+    optimizer = make_optimizer(config, model)
+    remedied = config.remedies == "auto"
     handle = oktopk.attach(
         ddp,
+        optimizer=optimizer if remedied else None,
         method=config.method,
         density=config.density,
         warmup_steps=config.warmup_steps,
+        ramp_steps=config.ramp_steps,
         clip_before=config.clip_before or None,
         total_steps=total if comm.rank == 0 else None,
         timeout=config.timeout,
     )
-    optimizer = make_optimizer(config, model)
     return Run(
         config=config,
         comm=comm,

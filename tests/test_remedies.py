@@ -1,0 +1,204 @@
+"""What keeps the accuracy: each remedy keeps the laws, and leaves alone what is not its own."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW, Rprop
+
+import oktopk
+from idioms import Net, batch, weights_of
+from laws import assert_all_agree, assert_bill_is_bounded, assert_nothing_is_lost, simulated
+from oktopk import METHODS
+from oktopk.moments import taken_in
+from oktopk.remedies import ADAM, MOMENTUM, NONE, remedies_for
+from oktopk.settings import Settings, ramp
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9),
+    "adam": lambda parameters: Adam(parameters, lr=0.01, amsgrad=True),
+    "adamw": lambda parameters: AdamW(parameters, lr=0.01),
+}
+SPARSE = {"density": 0.02, "warmup_steps": 3, "check_every": 7}
+
+
+def built(group, optimizer: str, attached: dict | None = None, seed: int = 0):
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(Net(), process_group=group, bucket_cap_mb=0.02)
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    handle = oktopk.attach(model, optimizer=chosen, **attached) if attached else None
+    return model, chosen, handle
+
+
+def steps(group, model, optimizer, first: int, last: int, rates: float = 1.0) -> None:
+    rank = torch.distributed.get_rank(group)
+    for step in range(first, last):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        for each in optimizer.param_groups:
+            each["lr"] *= rates
+
+
+def trained(group, optimizer: str, num: int, attached: dict | None = None) -> dict:
+    model, chosen, handle = built(group, optimizer, attached)
+    steps(group, model, chosen, 0, num, rates=0.97)
+    if handle is not None:
+        handle.close()
+    return weights_of(model)
+
+
+def resumed(group, optimizer: str, stop: int, num: int) -> tuple[dict, dict]:
+    straight = trained(group, optimizer, num, SPARSE)
+    model, chosen, handle = built(group, optimizer, SPARSE)
+    steps(group, model, chosen, 0, stop, rates=0.97)
+    saved = [what.state_dict() for what in (model, chosen, handle)]
+    handle.close()
+    model, chosen, handle = built(group, optimizer, SPARSE, seed=1)
+    for what, state in zip((model, chosen, handle), saved, strict=True):
+        what.load_state_dict(state)
+    steps(group, model, chosen, stop, num, rates=0.97)
+    handle.close()
+    return straight, weights_of(model)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("P", [1, 3, 4])
+def test_nothing_is_lost_to_an_advance_and_all_agree(method, P):
+    ranks = simulated(P, method, 600, 0.05, "heavy", 40, advance=0.3, exact_every=7)
+    assert_nothing_is_lost(ranks, tolerance=1e-12)
+    assert_all_agree(ranks)
+    if method == "oktopk":
+        assert_bill_is_bounded(ranks)
+    plain = simulated(P, method, 600, 0.05, "heavy", 40, exact_every=7)
+    differs = not torch.equal(ranks[0][5].total, plain[0][5].total)
+    assert differs == (method != "dense")
+
+
+def test_an_advance_pays_more_and_owes_it():
+    (done,) = simulated(1, "topka", 4, 0.5, "heavy", 1, advance=0.5)
+    kept = done[0].total != 0
+    assert kept.sum() == 2
+    torch.testing.assert_close(done[0].total[kept], 1.25 * done[0].acc[kept])
+    torch.testing.assert_close(done[0].residual[kept], -0.25 * done[0].acc[kept])
+    torch.testing.assert_close(done[0].residual[~kept], done[0].acc[~kept])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_at_density_one_nothing_is_advanced(method):
+    (done,) = simulated(1, method, 50, 1.0, "heavy", 5, advance=1.0)
+    for step in done:
+        assert torch.equal(step.total, step.acc)
+        assert not step.residual.any()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_density_one_is_plain_ddp_with_what_suits_the_optimizer(worlds, optimizer):
+    plain = worlds.run(2, trained, optimizer, 12)
+    attached = worlds.run(2, trained, optimizer, 12, {"density": 1.0, "warmup_steps": 2})
+    torch.testing.assert_close(attached[0], plain[0])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_all_ranks_agree_with_what_suits_the_optimizer(worlds, optimizer):
+    ranks = worlds.run(3, trained, optimizer, 30, SPARSE)
+    for other in ranks[1:]:
+        for name, value in other.items():
+            assert value.isfinite().all(), name
+            assert torch.equal(value, ranks[0][name]), name
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("stop", [2, 8])
+def test_a_resumed_run_has_the_same_bits(worlds, optimizer, stop):
+    for straight, again in worlds.run(2, resumed, optimizer, stop, 16):
+        for name, value in straight.items():
+            assert torch.equal(value, again[name]), name
+
+
+def test_a_sum_that_waited_counts_as_many_small_gradients():
+    parameter = torch.zeros(3, requires_grad=True)
+    optimizer = Adam([parameter], lr=0.1, betas=(0.9, 0.99))
+    parameter.grad = torch.tensor([1.0, 1.0, 1.0])
+    optimizer.step()
+    before = optimizer.state[parameter]["exp_avg_sq"].clone()
+    parameter.grad = torch.tensor([2.0, 2.0, 0.0])
+    age = torch.tensor([1.0, 9.0, 4.0])
+    optimizer.state[parameter]["exp_avg_sq"] += taken_in(parameter.grad, age, 0.99)
+    optimizer.step()
+    new = torch.tensor([0.01 * 4, (1 - 0.99**9) * 4 / 27, 0.0])
+    torch.testing.assert_close(optimizer.state[parameter]["exp_avg_sq"], 0.99 * before + new)
+
+
+def moments_of(group) -> tuple:
+    """Betas inside and outside of the step and the arrivals a state tells."""
+    model, chosen, handle = built(group, "adamw", SPARSE)
+    inside = []
+    chosen.register_step_post_hook(lambda *_: inside.append(chosen.param_groups[0]["betas"][0]))
+    chosen.register_step_pre_hook(lambda *_: inside.append(chosen.param_groups[0]["betas"][0]))
+    outside = []
+    for step in range(6):
+        steps(group, model, chosen, step, step + 1)
+        outside.append(chosen.param_groups[0]["betas"])
+    arrived = handle.state_dict()["arrived"]["middle.weight"]
+    handle.close()
+    return inside, outside, arrived
+
+
+def test_betas_are_lower_only_inside_the_step(worlds):
+    inside, outside, arrived = worlds.run(2, moments_of)[0]
+    # the post hook of the handle came first, so it has put the beta back
+    assert inside == [0.9, 0.9] * 3 + [0.5, 0.9] * 3
+    assert outside == [(0.9, 0.999)] * 6
+    assert arrived.dtype == torch.int32
+    assert set(arrived.unique().tolist()) <= {2, 3, 4, 5}
+    assert (arrived == 5).any() and (arrived == 2).any()
+
+
+def without_optimizer(group) -> str:
+    model = DistributedDataParallel(Net(), process_group=group)
+    try:
+        oktopk.attach(model, beta1=0.5)
+    except TypeError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_what_needs_an_optimizer_says_so(worlds):
+    (said,) = worlds.run(1, without_optimizer)
+    assert "optimizer=" in said
+
+
+def test_remedies_are_known_by_the_optimizer():
+    weights = [torch.zeros(2, requires_grad=True)]
+    assert remedies_for(SGD(weights, lr=0.1, momentum=0.9)) is MOMENTUM
+    assert remedies_for(SGD(weights, lr=0.1)) is NONE
+    assert remedies_for(Rprop(weights)) is NONE
+    assert remedies_for(AdamW(weights)) is ADAM
+    for remedies in (ADAM, MOMENTUM, NONE):
+        Settings(**remedies.fields)
+
+
+@pytest.mark.parametrize("given", [1, 5, 256, 1000])
+def test_a_ramp_falls_to_the_density_in_just_its_steps(given):
+    stairs = ramp(given, 0.02)
+    assert sum(steps for steps, _ in stairs) == given
+    densities = [density for _, density in stairs] + [0.02]
+    assert densities[0] == 0.25 and densities == sorted(densities, reverse=True)
+    assert all(first / second < 1.6 for first, second in pairwise(densities)) or given < 6
+
+
+def test_a_ramp_to_nowhere_is_none():
+    assert ramp(0, 0.02) == () == ramp(100, 0.3)
+
+
+@pytest.mark.parametrize("wrong", [{"advance": -0.1}, {"advance": 2.0}, {"beta1": 1.0}])
+def test_wrong_remedies_are_refused_by_name(wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=name):
+        Settings(**wrong)

@@ -105,7 +105,10 @@ class LateMoments:
         assert grad is not None
         if name not in self._arrived:  # until now everything arrived at every step
             self._arrived[name] = torch.full_like(grad, step - 1, dtype=torch.int32)
-        arrived = self._arrived[name]
+        parts = grad, square, self._arrived[name]
+        if all(part.is_contiguous() for part in parts):  # one index is cheaper than several
+            parts = tuple(part.view(-1) for part in parts)
+        grad, square, arrived = parts
         where = grad.nonzero(as_tuple=True)
         age = (step - arrived[where]).to(square.dtype)
         arrived[where] = step

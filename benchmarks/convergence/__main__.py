@@ -1,0 +1,85 @@
+"""What sparse gradients cost in learning: settings against dense, at equal steps and seeds.
+
+    pip install "oktopk[examples,train,plots]"
+    python benchmarks/convergence
+    python benchmarks/convergence --tasks chars --settings dense plain auto "auto,density=0.01"
+    python benchmarks/convergence --tasks an4 --an4 data/an4 --optimizers adamw --seeds 0
+
+A setting is `dense`, `plain` (error feedback alone, after a dense warm-up) or `auto` (what suits
+the optimizer, after a ramp), and arguments of `oktopk.attach` behind commas (for speech, fields of
+a training config). A run that has a record in the folder is not run again; a failed one does not
+lose the others. At the end: a table and pictures, also in the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import recognition
+import small
+import verdict
+from record import Key, read
+from tasks import TASKS
+
+
+def main() -> int:
+    args = _arguments()
+    known = [*TASKS, *recognition.CONFIGS]
+    wrong = [task for task in args.tasks if task not in known]
+    if wrong or ("an4" in args.tasks and args.an4 is None):
+        print(f"tasks are {', '.join(known)}; an4 needs --an4 FOLDER", file=sys.stderr)
+        return 2
+    keys = [
+        Key(task=t, optimizer=o, setting=s, seed=seed, workers=args.workers, steps=args.steps)
+        for t, o, seed, s in product(args.tasks, args.optimizers, args.seeds, args.settings)
+    ]
+    failed = _run([key for key in keys if not key.path(args.folder).exists()], args)
+    records = [read(path) for key in keys if (path := key.path(args.folder)).exists()]
+    if not records:
+        return 1
+    groups = verdict.grouped(records)
+    text = verdict.table(groups)
+    (args.folder / "table.md").write_text(text + "\n")
+    print(f"\n{text}\n")
+    for path in verdict.plot(groups, args.folder):
+        print(f"wrote {path}")
+    for key in failed:
+        print(f"failed: {key}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _run(missing: list[Key], args: argparse.Namespace) -> list[Key]:
+    """Train what is missing; the keys of the runs that failed."""
+    failed = []
+    quick = [key for key in missing if key.task in TASKS]
+    if quick:
+        small.train_all(quick, args.folder)
+    for key in missing:
+        if key.task in TASKS:
+            continue
+        try:
+            recognition.train(key, args.folder, args.an4).write(args.folder)
+        except subprocess.CalledProcessError:
+            failed.append(key)
+    return failed
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Learning under compression, against dense.")
+    parser.add_argument("--tasks", nargs="+", default=["digits", "chars"])
+    parser.add_argument("--optimizers", nargs="+", default=["sgd", "adamw"])
+    parser.add_argument("--settings", nargs="+", default=["dense", "plain", "auto"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=0, help="0: as many as the task asks for")
+    parser.add_argument("--folder", type=Path, default=Path("runs/convergence"))
+    parser.add_argument("--an4", type=Path, help="what `oktopk data an4` wrote")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Train the speech model by `oktopk train`, as any user would, and read its metrics."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from record import Key, Record, arguments
+
+# task -> config
+CONFIGS = {"spoken": "quickstart", "an4": "compact"}
+
+
+def train(key: Key, folder: Path, an4: Path | None) -> Record:
+    """One run; its folder is beside the records and is resumed when it was cut short."""
+    name = key.path(folder).stem
+    base, more = arguments(key.setting)
+    flags = {
+        "config": CONFIGS[key.task],
+        "name": name,
+        "runs": str(folder),
+        "workers": str(key.workers),
+        "optimizer": key.optimizer,
+        "seed": str(key.seed),
+        "method": "dense" if base == "dense" else "oktopk",
+        "remedies": "none" if base == "plain" else "auto",
+        "validate_every": "1",
+    }
+    if key.task == "an4":
+        flags["data"] = str(an4)
+    if key.steps:
+        flags["max_steps"] = str(key.steps)
+    flags |= more
+    given = [
+        part for flag, value in flags.items() for part in (f"--{flag.replace('_', '-')}", value)
+    ]
+    resume = ["--resume"] if (folder / name).exists() else []
+    subprocess.run([sys.executable, "-m", "oktopk", "train", *given, *resume], check=True)
+    return _record(key, folder / name / "metrics.jsonl")
+
+
+def _record(key: Key, path: Path) -> Record:
+    curve, sent, dense, seconds = [], 0, 0, 0.0
+    for line in path.read_text().splitlines():
+        found = json.loads(line)
+        if found["kind"] == "step":
+            sent += found["bytes_sent"] * key.workers  # of rank 0; all send about the same
+            dense += found["bytes_dense"] * key.workers
+            seconds += found["whole"]
+            step = found["step"] + 1
+        elif found.get("wer") is not None:
+            curve.append((step, found["wer"], sent))
+    return Record(
+        key=key,
+        measure="WER",
+        higher_is_better=False,
+        curve=curve,
+        dense_bytes=dense,
+        seconds=seconds,
+    )

@@ -1,0 +1,64 @@
+"""One run's record on disk: what makes the bench resumable, and all that the table needs."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Key:
+    """Which run: the names of a task, an optimizer and a setting, and a seed."""
+
+    task: str
+    optimizer: str
+    setting: str
+    seed: int
+    workers: int
+    steps: int
+    """0: as many as the task asks for."""
+
+    def path(self, folder: Path) -> Path:
+        setting = self.setting.replace("=", "").replace(",", "+")
+        name = f"{self.task}-{self.optimizer}-{setting}-s{self.seed}-p{self.workers}-n{self.steps}"
+        return folder / f"{name}.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """What a run did. `curve` has (step, metric, bytes sent by all ranks so far)."""
+
+    key: Key
+    measure: str
+    higher_is_better: bool
+    curve: list[tuple[int, float, int]] = field(default_factory=list)
+    dense_bytes: int = 0
+    """What dense training would have sent."""
+
+    seconds: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Bytes sent over dense bytes, warm-up included."""
+        return self.curve[-1][2] / self.dense_bytes if self.dense_bytes else 1.0
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = self.key.path(folder)
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps(asdict(self)))
+        os.replace(draft, path)
+
+
+def read(path: Path) -> Record:
+    found = json.loads(path.read_text())
+    curve = [tuple(point) for point in found.pop("curve")]
+    return Record(key=Key(**found.pop("key")), curve=curve, **found)
+
+
+def arguments(setting: str) -> tuple[str, dict[str, str]]:
+    """`"auto,density=0.01"` -> `("auto", {"density": "0.01"})`."""
+    base, *pairs = setting.split(",")
+    return base, dict(pair.split("=", 1) for pair in pairs)

@@ -1,0 +1,116 @@
+"""Train a small task under DDP with `oktopk.attach`, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from record import Key, Record, arguments
+from tasks import TASKS, Task
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import oktopk
+
+POINTS = 40  # of a curve
+
+
+def train_all(keys: list[Key], folder: Path) -> None:
+    """Train every run that has no record yet. All are of the same number of workers."""
+    with tempfile.TemporaryDirectory() as place:
+        rendezvous = f"file://{Path(place) / 'rendezvous'}"
+        mp.spawn(_work, args=(keys, folder, rendezvous), nprocs=keys[0].workers)
+
+
+def attached(
+    model: DistributedDataParallel, optimizer: Optimizer, task: Task, setting: str, steps: int
+) -> oktopk.Handle:
+    """The handle of a setting: `dense`, `plain` error feedback or `auto`, with arguments."""
+    base, more = arguments(setting)
+    given: dict[str, Any] = {"warmup_steps": task.warmup_steps, "ramp_steps": steps // 2}
+    if base == "dense":
+        given = {"method": "dense"}
+    elif base == "plain":  # a dense warm-up of about the same bytes as the ramp
+        given = {"warmup_steps": steps // 10, "ramp_steps": 0}
+    given |= {name: _value(text) for name, text in more.items()}
+    return oktopk.attach(model, optimizer=None if base == "plain" else optimizer, **given)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _work(rank: int, keys: list[Key], folder: Path, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=keys[0].workers)
+    for key in keys:
+        record = _train(key, TASKS[key.task]())
+        if rank == 0:
+            record.write(folder)
+            print(f"{key.path(folder).stem}: {record.measure} {record.curve[-1][1]:.4f}", end=" ")
+            print(f"with {record.share:.1%} of the bytes, {record.seconds:.0f} s", flush=True)
+    dist.destroy_process_group()
+
+
+def _train(key: Key, task: Task) -> Record:
+    torch.manual_seed(key.seed)
+    model = DistributedDataParallel(task.network())
+    optimizer = task.optimizers[key.optimizer](model.parameters())
+    steps = key.steps or task.steps
+    handle = attached(model, optimizer, task, key.setting, steps)
+    decay = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer,
+        max_lr=optimizer.param_groups[0]["lr"],
+        total_steps=steps,
+        pct_start=0.05,
+        cycle_momentum=False,
+    )
+    generator = torch.Generator().manual_seed(key.seed)
+    inputs, truth = task.test()
+    points = {round(steps * i / POINTS) for i in range(1, POINTS + 1)}
+    sent = dense = 0
+    curve, started = [], time.perf_counter()
+    for step in range(1, steps + 1):
+        x, y = (whole[dist.get_rank() :: key.workers] for whole in task.batch(generator, task.size))
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        decay.step()
+        assert handle.stats is not None
+        sent, dense = sent + handle.stats.bytes_sent, dense + handle.stats.bytes_dense
+        if step in points:
+            curve.append((step, _metric(model.module, task, inputs, truth), _sum(sent)))
+    handle.close()
+    return Record(
+        key=key,
+        measure=task.measure,
+        higher_is_better=task.higher_is_better,
+        curve=curve,
+        dense_bytes=_sum(dense),
+        seconds=time.perf_counter() - started,
+    )
+
+
+@torch.no_grad()
+def _metric(model: nn.Module, task: Task, inputs: torch.Tensor, truth: torch.Tensor) -> float:
+    """Every rank has the same weights, so the first computes it for all."""
+    return task.metric(model(inputs), truth) if dist.get_rank() == 0 else 0.0
+
+
+def _sum(number: int) -> int:
+    total = torch.tensor(number)
+    dist.all_reduce(total)
+    return int(total)

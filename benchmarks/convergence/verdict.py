@@ -1,0 +1,139 @@
+"""From records to a table and pictures: every setting against dense, at equal steps and seeds."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from record import Record
+
+Curve = list[tuple[int, float, float]]
+Group = tuple[str, str]
+"""A task and an optimizer: within it settings are compared."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One setting, the mean of its seeds."""
+
+    setting: str
+    seeds: int
+    final: float
+    spread: float
+    """Largest minus smallest of the seeds."""
+
+    distance: float
+    """To dense, relative, positive is worse."""
+
+    pace: float | None
+    """Steps dense takes to its three-quarter-way metric over the steps this takes; None: never."""
+
+    share: float
+    curve: Curve
+
+
+def grouped(records: list[Record]) -> dict[Group, dict[str, list[Record]]]:
+    groups: dict[Group, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        groups[record.key.task, record.key.optimizer][record.key.setting].append(record)
+    return groups
+
+
+def mean_curve(records: list[Record]) -> Curve:
+    return [
+        (points[0][0], statistics.mean(p[1] for p in points), statistics.mean(p[2] for p in points))
+        for points in zip(*(record.curve for record in records), strict=True)
+    ]
+
+
+def rows(settings: dict[str, list[Record]]) -> list[Row]:
+    """A row for each setting; distances and pace are NaN and None without a dense one."""
+    dense = mean_curve(settings["dense"]) if "dense" in settings else None
+    return [_row(setting, records, dense) for setting, records in settings.items()]
+
+
+def _row(setting: str, records: list[Record], dense: Curve | None) -> Row:
+    curve = mean_curve(records)
+    ends = [record.curve[-1][1] for record in records]
+    sign = -1 if records[0].higher_is_better else 1
+    final, goal = curve[-1][1], dense[-1][1] if dense else float("nan")
+    return Row(
+        setting=setting,
+        seeds=len(records),
+        final=final,
+        spread=max(ends) - min(ends),
+        distance=sign * (final - goal) / goal if goal else float("nan"),
+        pace=pace(curve, dense, sign) if dense else None,
+        share=statistics.mean(record.share for record in records),
+        curve=curve,
+    )
+
+
+def pace(curve: Curve, dense: Curve, sign: int) -> float | None:
+    """How fast dense's metric after three quarters of its steps is reached; dense itself has 1.
+
+    The first time counts, for both; between two points a straight line.
+    """
+    goal = sign * next(metric for step, metric, _ in dense if step >= 0.75 * dense[-1][0])
+    took = [
+        _reached([(step, sign * metric) for step, metric, _ in c], goal) for c in (dense, curve)
+    ]
+    return took[0] / took[1] if took[0] and took[1] else None
+
+
+def _reached(curve: list[tuple[int, float]], goal: float) -> float | None:
+    before = (0, float("inf"))
+    for step, metric in curve:
+        if metric <= goal:
+            if before[1] == float("inf") or before[1] == metric:
+                return step
+            along = (before[1] - goal) / (before[1] - metric)
+            return before[0] + along * (step - before[0])
+        before = (step, metric)
+    return None
+
+
+def table(groups: dict[Group, dict[str, list[Record]]]) -> str:
+    lines = [
+        "| task | optimizer | setting | seeds | measure | final | spread | to dense | pace | bytes |"  # noqa: E501
+        "\n|---|---|---|---|---|---|---|---|---|---|"
+    ]
+    for (task, optimizer), settings in sorted(groups.items()):
+        measure = next(iter(settings.values()))[0].measure
+        for row in rows(settings):
+            paced = "never" if row.pace is None else f"{row.pace:.0%}"
+            lines.append(
+                f"| {task} | {optimizer} | {row.setting} | {row.seeds} | {measure} | "
+                f"{row.final:.4f} | {row.spread:.4f} | {row.distance:+.1%} | {paced} | "
+                f"{row.share:.1%} |"
+            )
+    return "\n".join(lines)
+
+
+def plot(groups: dict[Group, dict[str, list[Record]]], folder: Path) -> list[Path]:
+    """One picture for each task and optimizer: the metric over steps, and over bytes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    paths = []
+    for (task, optimizer), settings in sorted(groups.items()):
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
+        for row in rows(settings):
+            steps, metrics, sent = zip(*row.curve, strict=True)
+            left.plot(steps, metrics, label=row.setting, linewidth=1.4)
+            right.plot([b / 1e6 for b in sent], metrics, label=row.setting, linewidth=1.4)
+        measure = next(iter(settings.values()))[0].measure
+        left.set(xlabel="steps", ylabel=measure, title=f"{task}, {optimizer}")
+        right.set(xlabel="megabytes sent by all workers", xscale="log")
+        for axes in (left, right):
+            axes.grid(alpha=0.3)
+        left.legend()
+        figure.tight_layout()
+        paths.append(folder / f"{task}-{optimizer}.png")
+        figure.savefig(paths[-1], dpi=110)
+        pyplot.close(figure)
+    return paths

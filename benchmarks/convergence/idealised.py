@@ -1,0 +1,182 @@
+"""Remedies on paper: exact top k of the sum of exact local top k, all ranks in one process.
+
+    python benchmarks/convergence/idealised.py chars adamw
+    python benchmarks/convergence/idealised.py chars adamw --remedies moments beta1 ramp
+    python benchmarks/convergence/idealised.py chars sgd --remedies correction
+
+For trying out what is not (yet) in the library, without the approximations of a real exchange. What
+was tried and what it gave is in docs/experiments.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+
+import torch
+from tasks import TASKS, Task
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from oktopk.moments import taken_in
+from oktopk.settings import num_kept, ramp
+
+RANKS = 4
+REMEDIES = {
+    "rate": "residuals follow the learning rate",
+    "advance": "deliver 30 % more than was saved up, and owe it",
+    "moments": "Adam's second moment takes a late sum as many gradients",
+    "beta1": "Adam's first beta is 0.5 in the sparse phase",
+    "ramp": "20 dense steps, then from 25 % down; without it, dense for a tenth of the steps",
+    "update": "select by |acc| / sqrt(v), not by |acc|",
+    "correction": "DGC: momentum before the exchange, and masking of what was sent",
+    "predict": "send only what differs from a shared prediction, 1 % of each sum, for 50 steps",
+    "flush": "everything is delivered every 50 steps",
+    "decay": "residuals lose 5 % at every step",
+}
+
+
+class Run:
+    """One training. `step` is one exchange and one optimizer step."""
+
+    def __init__(self, task: Task, optimizer: str, seed: int, args: argparse.Namespace) -> None:
+        torch.manual_seed(seed)
+        self.task, self.has, self.steps = task, set(args.remedies), args.steps or task.steps
+        self.model = task.network()
+        self.parameters = list(self.model.parameters())
+        self.optimizer = task.optimizers[optimizer](self.parameters)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.decay = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer,
+            max_lr=self.optimizer.param_groups[0]["lr"],
+            total_steps=self.steps,
+            pct_start=0.05,
+            cycle_momentum=False,
+        )
+        numel = sum(p.numel() for p in self.parameters)
+        self.owed, self.momentum = torch.zeros(RANKS, numel), torch.zeros(RANKS, numel)
+        self.arrived, self.predicted = torch.full((numel,), -1), torch.zeros(numel)
+        self.rides = torch.cat([torch.full((p.numel(),), p.dim() < 2) for p in self.parameters])
+        self.rate = 0.0
+        self.warmup = 20 if "ramp" in self.has else self.steps // 10
+        stairs = ramp(self.steps // 2, args.density) if "ramp" in self.has else ()
+        self.densities = [density for steps, density in stairs for _ in range(steps)]
+        self.densities += [args.density] * self.steps
+
+    def step(self, step: int) -> None:
+        acc = self._gradients()
+        rate = self.optimizer.param_groups[0]["lr"]
+        if "rate" in self.has and self.rate:
+            self.owed *= self.rate / rate
+        self.rate = rate
+        sparse_step = step - self.warmup
+        if "correction" in self.has and sparse_step >= 0:
+            acc = self.momentum.mul_(0.9).add_(acc)
+        acc = acc + self.owed - self.predicted
+        if sparse_step < 0 or ("flush" in self.has and sparse_step % 50 == 49):
+            total, self.owed = acc.sum(0), torch.zeros_like(acc)
+            self.arrived[:] = step
+        else:
+            total = self._exchange(acc, self.densities[sparse_step])
+            self._correct_moments(total / RANKS, step)
+        self._apply(total / RANKS + self.predicted, sparse_step)
+        if "predict" in self.has and sparse_step >= 0:
+            self.predicted = 0.98 * self.predicted + 0.01 * total / RANKS
+        self.decay.step()
+
+    def _gradients(self) -> Tensor:
+        x, y = self.task.batch(self.generator, self.task.size)
+        rows = []
+        for rank in range(RANKS):
+            self.optimizer.zero_grad()
+            cross_entropy(self.model(x[rank::RANKS]), y[rank::RANKS]).backward()
+            grads = [p.grad for p in self.parameters]
+            rows.append(torch.cat([grad.flatten() for grad in grads if grad is not None]))
+        return torch.stack(rows)
+
+    def _exchange(self, acc: Tensor, density: float) -> Tensor:
+        """The sum that is delivered; `owed` becomes what is not."""
+        k = num_kept(acc.shape[1], density)
+        weight = self._moments().rsqrt().clamp(max=1e12) if "update" in self.has else 1.0
+        offered = _top((acc * weight).masked_fill(self.rides, 0), k) | self.rides
+        sums = (acc * offered).sum(0)
+        kept = offered & (_top((sums * weight).masked_fill(self.rides, 0)[None], k) | self.rides)
+        advance = 0.3 * (1 - density) if "advance" in self.has else 0.0
+        self.owed = acc - (1 + advance) * acc * kept
+        if "decay" in self.has:
+            self.owed *= 0.95
+        if "correction" in self.has:
+            self.momentum *= ~kept
+        return (1 + advance) * (acc * kept).sum(0)
+
+    def _moments(self) -> Tensor:
+        squares = [self.optimizer.state[p]["exp_avg_sq"] for p in self.parameters]
+        return torch.cat([square.flatten() for square in squares])
+
+    def _correct_moments(self, mean: Tensor, step: int) -> None:
+        where = mean != 0
+        if "moments" in self.has:
+            age = (step - self.arrived).float()
+            beta = self.optimizer.param_groups[0]["betas"][1]
+            more = torch.where(where, taken_in(mean, age, beta), 0)
+            for parameter, part in zip(self.parameters, self._split(more), strict=True):
+                self.optimizer.state[parameter]["exp_avg_sq"] += part.view_as(parameter)
+        self.arrived[where] = step
+
+    def _apply(self, mean: Tensor, sparse_step: int) -> None:
+        group = self.optimizer.param_groups[0]
+        if "beta1" in self.has and sparse_step >= 0:
+            group["betas"] = (0.5, group["betas"][1])
+        if "correction" in self.has and sparse_step >= 0:
+            group["momentum"] = 0.0
+        for parameter, part in zip(self.parameters, self._split(mean), strict=True):
+            parameter.grad = part.view_as(parameter).clone()
+        self.optimizer.step()
+
+    def _split(self, flat: Tensor) -> tuple[Tensor, ...]:
+        return flat.split([p.numel() for p in self.parameters])
+
+
+def _top(rows: Tensor, k: int) -> Tensor:
+    """Where the k largest magnitudes of every row are."""
+    places = rows.abs().topk(k, dim=1, sorted=False).indices
+    return torch.zeros_like(rows, dtype=torch.bool).scatter_(1, places, True)
+
+
+def train(task: Task, seed: int, args: argparse.Namespace) -> list[float]:
+    """The metric at every eighth of the run."""
+    run = Run(task, args.optimizer, seed, args)
+    inputs, truth = task.test()
+    found = []
+    for step in range(run.steps):
+        run.step(step)
+        if (step + 1) % (run.steps // 8) == 0:
+            with torch.no_grad():
+                found.append(task.metric(run.model(inputs), truth))
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    told = "\n".join(f"  {name:10}  {text}" for name, text in REMEDIES.items())
+    parser = argparse.ArgumentParser(
+        description=f"Remedies on paper:\n{told}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("optimizer", choices=["sgd", "adamw"])
+    parser.add_argument("--remedies", nargs="*", default=[], choices=REMEDIES)
+    parser.add_argument("--density", type=float, default=0.02)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, default=0)
+    args = parser.parse_args()
+    task = TASKS[args.task]()
+    curves = [train(task, seed, args) for seed in args.seeds]
+    means = [statistics.mean(points) for points in zip(*curves, strict=True)]
+    name = " ".join(args.remedies) or "plain"
+    print(f"{args.task} {args.optimizer} {args.density:g} {name}:", end=" ")
+    print(" ".join(f"{mean:.4f}" for mean in means), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -34,7 +34,8 @@ def main() -> None:
     loader = DataLoader(TensorDataset(images[train], labels[train]), batch_size=32, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     steps: list[oktopk.StepStats] = []
-    oktopk.attach(model, density=0.02, warmup_steps=WARMUP_STEPS, on_step=steps.append)
+    how = {"density": 0.02, "warmup_steps": WARMUP_STEPS, "on_step": steps.append}
+    oktopk.attach(model, optimizer=optimizer, **how)
 
     for _ in range(EPOCHS):
         for x, y in loader:

@@ -33,7 +33,8 @@ def main() -> None:
     model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(64, 10)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     steps: list[oktopk.StepStats] = []
-    oktopk.attach(model, density=0.02, warmup_steps=WARMUP_STEPS, on_step=steps.append)
+    how = {"density": 0.02, "warmup_steps": WARMUP_STEPS, "on_step": steps.append}
+    oktopk.attach(model, optimizer=optimizer, **how)
 
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)

@@ -137,7 +137,7 @@ def test_a_sum_that_waited_counts_as_many_small_gradients():
 
 def moments_of(group) -> tuple:
     """Betas inside and outside of the step and the arrivals a state tells."""
-    model, chosen, handle = built(group, "adamw", SPARSE)
+    model, chosen, handle = built(group, "adamw", SPARSE | {"ramp_steps": 2})
     inside = []
     chosen.register_step_post_hook(lambda *_: inside.append(chosen.param_groups[0]["betas"][0]))
     chosen.register_step_pre_hook(lambda *_: inside.append(chosen.param_groups[0]["betas"][0]))
@@ -150,10 +150,10 @@ def moments_of(group) -> tuple:
     return inside, outside, arrived
 
 
-def test_betas_are_lower_only_inside_the_step(worlds):
+def test_betas_are_lower_only_inside_the_step_and_after_the_ramp(worlds):
     inside, outside, arrived = worlds.run(2, moments_of)[0]
     # the post hook of the handle came first, so it has put the beta back
-    assert inside == [0.9, 0.9] * 3 + [0.5, 0.9] * 3
+    assert inside == [0.9, 0.9] * 5 + [0.3, 0.9]
     assert outside == [(0.9, 0.999)] * 6
     assert arrived.dtype == torch.int32
     assert set(arrived.unique().tolist()) <= {2, 3, 4, 5}
@@ -172,6 +172,12 @@ def without_optimizer(group) -> str:
 def test_what_needs_an_optimizer_says_so(worlds):
     (said,) = worlds.run(1, without_optimizer)
     assert "optimizer=" in said
+
+
+@pytest.mark.parametrize("name", ["beta1", "late_moments"])
+def test_a_reducer_has_no_optimizer_to_correct(name):
+    with pytest.raises(ValueError, match=f"{name} needs an optimizer"):
+        oktopk.Reducer(10, **{name: 0.5 if name == "beta1" else True})
 
 
 def test_remedies_are_known_by_the_optimizer():

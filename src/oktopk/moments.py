@@ -86,7 +86,9 @@ class LateMoments:
             return
         if self._settings.late_moments:
             self._take_in(stats.step)
-        if self._settings.beta1 is not None:
+        # while the density still falls little is late, and a run's first steps need the average
+        settled = self._settings.density_at(stats.step) == self._settings.density
+        if self._settings.beta1 is not None and settled:
             self._relieve(self._settings.beta1)
 
     def _take_in(self, step: int) -> None:

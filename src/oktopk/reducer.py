@@ -54,6 +54,9 @@ class Reducer:
     ) -> None:
         if group is not None and comm is not None:
             raise ValueError("pass group or comm, not both")
+        for name in ("beta1", "late_moments"):
+            if more.get(name):
+                raise ValueError(f"{name} needs an optimizer: use oktopk.attach")
         numel = operator.index(numel)
         if not 0 <= numel <= MOST:
             raise ValueError(

@@ -24,7 +24,7 @@ class Remedies:
 
 ADAM = Remedies(
     "a late sum is many gradients, not a huge one, and an average already",
-    {"late_moments": True, "beta1": 0.5},
+    {"late_moments": True, "beta1": 0.3},
 )
 MOMENTUM = Remedies("what follows a late sum mostly goes the same way", {"advance": 0.3})
 NONE = Remedies("nothing is known that suits it better than plain error feedback")

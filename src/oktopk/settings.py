@@ -36,8 +36,9 @@ class Settings:
     (1 - density), so that at density 1 nothing is late and nothing is advanced. O(k)."""
 
     beta1: float | None = None
-    """Cap on Adam's first beta in the sparse phase: what was saved up is an average already, and a
-    second one over it only delays. Needs `attach(..., optimizer=...)`; None leaves it alone."""
+    """Cap on Adam's first beta once the density has come down: what was saved up is an average
+    already, and a second one over it only delays. Needs `attach(..., optimizer=...)`; None leaves
+    it alone."""
 
     late_moments: bool = False
     """Let Adam's second moment take an entry of `age` steps as that many small gradients, not as

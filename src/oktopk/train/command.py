@@ -159,4 +159,5 @@ def _phases(run: Run) -> str:
     config, dense = run.config, min(run.config.warmup_steps, run.total_steps)
     if config.method == "dense" or dense == run.total_steps:
         return "all of them dense"
-    return f"{dense} of them dense, then {config.method} at density {config.density:g}"
+    ramp = f"{config.ramp_steps} from 25 % down, " if config.ramp_steps else ""
+    return f"{dense} of them dense, {ramp}then {config.method} at density {config.density:g}"

@@ -104,9 +104,10 @@ def table(groups: dict[Group, dict[str, list[Record]]]) -> str:
         measure = next(iter(settings.values()))[0].measure
         for row in rows(settings):
             paced = "never" if row.pace is None else f"{row.pace:.0%}"
+            distance = round(row.distance, 3) + 0.0  # no minus before a zero
             lines.append(
                 f"| {task} | {optimizer} | {row.setting} | {row.seeds} | {measure} | "
-                f"{row.final:.4f} | {row.spread:.4f} | {row.distance:+.1%} | {paced} | "
+                f"{row.final:.4f} | {row.spread:.4f} | {distance:+.1%} | {paced} | "
                 f"{row.share:.1%} |"
             )
     return "\n".join(lines)

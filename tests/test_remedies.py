@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam, AdamW, Rprop
+from torch.optim import SGD, Adam, AdamW, NAdam, Rprop
 
 import oktopk
 from idioms import Net, batch, weights_of
 from laws import assert_all_agree, assert_bill_is_bounded, assert_nothing_is_lost, simulated
 from oktopk import METHODS
-from oktopk.moments import taken_in
+from oktopk.moments import LateMoments
 from oktopk.remedies import ADAM, MOMENTUM, NONE, remedies_for
 from oktopk.settings import Settings, ramp
 
@@ -121,18 +122,87 @@ def test_a_resumed_run_has_the_same_bits(worlds, optimizer, stop):
             assert torch.equal(value, again[name]), name
 
 
+def corrected(kind, ages: list[int], beta: float, dtype=torch.float32, **more):
+    """A step of Adam with gradients that waited so long: its second moments before and after."""
+    settings = Settings(late_moments=True)
+    weight = torch.zeros(len(ages), 1, dtype=dtype, requires_grad=True)
+    optimizer = kind([weight], lr=0.1, betas=(0.9, beta), **more)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    before = optimizer.state[weight]["exp_avg_sq"].clone()
+    stats = SimpleNamespace(phase="sparse", k=1, numel=9, step=100, skipped=False)
+    moments = LateMoments(optimizer, {"weight": weight}, settings, last=lambda: stats)
+    arrived = torch.tensor([[100 - age] for age in ages], dtype=torch.int32)
+    moments.load_state_dict({"weight": arrived})
+    weight.grad = torch.full_like(weight, 2.0)
+    return optimizer, weight, before, moments
+
+
 def test_a_sum_that_waited_counts_as_many_small_gradients():
-    parameter = torch.zeros(3, requires_grad=True)
-    optimizer = Adam([parameter], lr=0.1, betas=(0.9, 0.99))
-    parameter.grad = torch.tensor([1.0, 1.0, 1.0])
+    optimizer, weight, before, moments = corrected(Adam, [1, 9, 100], 0.99)
     optimizer.step()
-    before = optimizer.state[parameter]["exp_avg_sq"].clone()
-    parameter.grad = torch.tensor([2.0, 2.0, 0.0])
-    age = torch.tensor([1.0, 9.0, 4.0])
-    optimizer.state[parameter]["exp_avg_sq"] += taken_in(parameter.grad, age, 0.99)
+    taken = [0.01 * 4, (1 - 0.99**9) * 4 / 27, (1 - 0.99**100) * 4 / 1000]
+    after = optimizer.state[weight]["exp_avg_sq"]
+    torch.testing.assert_close(after, 0.99 * before + torch.tensor(taken).unsqueeze(1))
+    assert moments.state_dict()["weight"].flatten().tolist() == [100, 100, 100]
+
+
+@pytest.mark.parametrize("beta", [0.9, 0.999])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        (Adam, {"weight_decay": 0.5}),
+        (NAdam, {"weight_decay": 0.5}),
+        (AdamW, {"amsgrad": True}),
+        (AdamW, {"fused": True}),
+        (AdamW, {"capturable": False, "foreach": True}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_second_moments_never_fall_below_zero(kind, more, beta, dtype):
+    optimizer, weight, _, _ = corrected(kind, [1, 50, 5000], beta, dtype, **more)
+
+    def clip(*_):
+        weight.grad.mul_(0.1)
+
+    optimizer.register_step_pre_hook(clip)
+    for _ in range(3):
+        optimizer.step()
+        assert (optimizer.state[weight]["exp_avg_sq"] >= 0).all()
+        assert weight.isfinite().all()
+
+
+def test_a_closure_is_corrected_by_its_own_gradients():
+    optimizer, weight, _, _ = corrected(AdamW, [9, 9], 0.9)
+    other, plain, _, _ = corrected(AdamW, [9, 9], 0.9)
+    weight.grad = None
+
+    def closure():
+        weight.grad = torch.full_like(weight, 2.0)
+        return torch.zeros(())
+
+    optimizer.step(closure)
+    other.step()
+    assert torch.equal(weight, plain)
+    assert torch.equal(
+        *(o.state[w]["exp_avg_sq"] for o, w in ((optimizer, weight), (other, plain)))
+    )
+
+
+def test_a_skipped_step_changes_nothing():
+    optimizer, weight, before, moments = corrected(AdamW, [9, 9], 0.9)
+    moments._last().skipped = True
+    weight.grad.zero_()
     optimizer.step()
-    new = torch.tensor([0.01 * 4, (1 - 0.99**9) * 4 / 27, 0.0])
-    torch.testing.assert_close(optimizer.state[parameter]["exp_avg_sq"], 0.99 * before + new)
+    torch.testing.assert_close(optimizer.state[weight]["exp_avg_sq"], 0.9 * before)
+    assert moments.state_dict()["weight"].flatten().tolist() == [91, 91]
+
+
+@pytest.mark.parametrize("wrong", [{"beta1": 0.5}, {"late_moments": True}])
+def test_what_is_for_adam_is_refused_for_others(wrong):
+    weight = torch.zeros(2, requires_grad=True)
+    with pytest.raises(TypeError, match="this is SGD"):
+        LateMoments(SGD([weight], lr=0.1), {}, Settings(**wrong), last=lambda: None)
 
 
 def moments_of(group) -> tuple:
@@ -177,7 +247,7 @@ def test_what_needs_an_optimizer_says_so(worlds):
 @pytest.mark.parametrize("name", ["beta1", "late_moments"])
 def test_a_reducer_has_no_optimizer_to_correct(name):
     with pytest.raises(ValueError, match=f"{name} needs an optimizer"):
-        oktopk.Reducer(10, **{name: 0.5 if name == "beta1" else True})
+        oktopk.Reducer(10, **{name: 0.0 if name == "beta1" else True})
 
 
 def test_remedies_are_known_by_the_optimizer():

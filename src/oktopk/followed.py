@@ -23,7 +23,7 @@ class Followed:
         optimizer: Optimizer | LRScheduler | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        self.optimizer: Any = getattr(optimizer, "optimizer", optimizer)  # a scheduler has its own
+        self.optimizer: Any = _innermost(optimizer)
         if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
             raise TypeError(f"expected an optimizer or a scheduler, got {type(optimizer).__name__}")
         self._scaler = scaler
@@ -67,3 +67,13 @@ class Followed:
             for parameter in group["params"]
         }
         return {name: by_id[id(p)] for name, p in parameters.items() if id(p) in by_id}
+
+
+def _innermost(optimizer: Any) -> Any:
+    """The optimizer of a scheduler, or of what Accelerate wraps around either."""
+    for _ in range(4):
+        inner = getattr(optimizer, "optimizer", getattr(optimizer, "scheduler", None))
+        if inner is None:
+            break
+        optimizer = inner
+    return optimizer

@@ -63,7 +63,7 @@ class Handle:
         mine = weakref.ref(self)  # the optimizer must not keep a handle alive
         self._moments = LateMoments(
             followed.optimizer,
-            self._named.parameters,
+            {n: p for n, p in self._named.parameters.items() if not self._named.is_dense(n)},
             settings,
             last=lambda: handle.stats if (handle := mine()) else None,
         )

@@ -20,7 +20,7 @@ from oktopk.stats import StepStats
 # A sum of `age` gradients g has the square age^2 g^2 if they all point one way, age g^2 if they are
 # noise. Nobody can tell from one sum; this is half-way.
 EXPONENT = 1.5
-NEVER = -1  # steps
+NEVER = -2  # steps; a first step has -1 before it
 
 Last = Callable[[], StepStats | None]
 """The step that was exchanged last."""
@@ -32,6 +32,7 @@ class LateMoments:
     def __init__(
         self, optimizer: Any, parameters: dict[str, Tensor], settings: Settings, last: Last
     ) -> None:
+        """`parameters` are those that travel sparse, by name: the others never come late."""
         self._optimizer = optimizer
         self._parameters = parameters
         self._names = {id(parameter): name for name, parameter in parameters.items()}
@@ -39,18 +40,14 @@ class LateMoments:
         self._last = last
         self._arrived: dict[str, Tensor] = {}
         self._betas: list[tuple[dict[str, Any], tuple[float, float]]] = []
+        self._due: list[tuple[Tensor, Any, Tensor]] = []  # second moments, places, values
         self._hooks: list[Any] = []
-        if not (settings.late_moments or settings.beta1 is not None):
-            return
-        if not hasattr(optimizer, "register_step_pre_hook"):
-            raise TypeError(
-                "late_moments and beta1 need attach(..., optimizer=...) with a torch optimizer, "
-                f"got {type(optimizer).__name__}"
-            )
-        self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self._before()),
-            optimizer.register_step_post_hook(lambda *_: self._restore()),
-        ]
+        if settings.late_moments or settings.beta1 is not None:
+            _refuse_others(optimizer)
+            self._hooks = [
+                optimizer.register_step_pre_hook(self._on_step),
+                optimizer.register_step_post_hook(lambda *_: self._after()),
+            ]
 
     def close(self) -> None:
         """Leave the optimizer alone from now on."""
@@ -76,13 +73,31 @@ class LateMoments:
         self._arrived = {
             name: steps.to(self._parameters[name].device, copy=True)
             for name, steps in state.items()
-            if not (steps == NEVER).all()
+            if name in self._parameters and not (steps == NEVER).all()
         }
+
+    def _on_step(self, _: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Before the step; with a closure, after it: only then are the gradients there."""
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        if closure is None:
+            self._before()
+            return None
+
+        def computed() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._before()
+            return loss
+
+        if "closure" in kwargs:
+            return args, kwargs | {"closure": computed}
+        return (args[0], computed, *args[2:]), kwargs
 
     def _before(self) -> None:
         self._restore()  # after a step that raised
         stats = self._last()
-        if stats is None or not _is_late(stats):
+        late = stats is not None and stats.phase == "sparse" and stats.k < stats.numel
+        if stats is None or not late or stats.skipped or _finds_inf(self._optimizer):
             return
         if self._settings.late_moments:
             self._take_in(stats.step)
@@ -91,20 +106,33 @@ class LateMoments:
         if self._settings.beta1 is not None and settled:
             self._relieve(self._settings.beta1)
 
+    def _after(self) -> None:
+        self._restore()
+        for square, where, value in self._due:
+            square[where] = value
+        self._due = []
+
     def _take_in(self, step: int) -> None:
         """Correct the second moments for what arrives now. One read of n, then O(k)."""
+        scale = getattr(self._optimizer, "grad_scale", None)  # fused optimizers unscale themselves
+        scale = 1.0 if scale is None else float(scale)
+        self._due = []
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 square = self._optimizer.state.get(parameter, {}).get("exp_avg_sq")
-                if square is not None and parameter.grad is not None:
-                    self._correct_(parameter, square, group["betas"][1], step)
+                name = self._names.get(id(parameter))
+                if square is not None and parameter.grad is not None and name is not None:
+                    beta = float(group["betas"][1])
+                    self._correct_(name, parameter.grad, square, beta, scale, step)
 
-    def _correct_(self, parameter: Tensor, square: Tensor, beta: float, step: int) -> None:
-        name = self._names.get(id(parameter))
-        if name is None:
-            return
-        grad = parameter.grad
-        assert grad is not None
+    def _correct_(
+        self, name: str, grad: Tensor, square: Tensor, beta: float, scale: float, step: int
+    ) -> None:
+        """Lower the second moment before the step as far as 0, and set it after the step.
+
+        It must not go below 0, though Adam is about to add the square of the sum: what Adam adds
+        may be another gradient's (weight decay, other hooks, fewer bits).
+        """
         if name not in self._arrived:  # until now everything arrived at every step
             self._arrived[name] = torch.full_like(grad, step - 1, dtype=torch.int32)
         parts = grad, square, self._arrived[name]
@@ -112,9 +140,15 @@ class LateMoments:
             parts = tuple(part.view(-1) for part in parts)
         grad, square, arrived = parts
         where = grad.nonzero(as_tuple=True)
-        age = (step - arrived[where]).to(square.dtype)
+        age = (step - arrived[where]).float()
         arrived[where] = step
-        square[where] += taken_in(grad[where].to(square.dtype), age, beta)
+        late = age > 1
+        where, age = tuple(place[late] for place in where), age[late]
+        total = grad[where].float() / scale
+        value = beta * square[where].float() + taken_in(total, age, beta)
+        before = (value - (1 - beta) * total.square()) / beta
+        square[where] = before.clamp_(min=0).to(square.dtype)
+        self._due.append((square, where, value.to(square.dtype)))
 
     def _relieve(self, most: float) -> None:
         for group in self._optimizer.param_groups:
@@ -129,15 +163,24 @@ class LateMoments:
 
 
 def taken_in(total: Tensor, age: Tensor, beta: float) -> Tensor:
-    """What to add to v before Adam's `v = beta v + (1 - beta) total^2`, elementwise.
+    """What the second moment takes in of a sum of `age` gradients, elementwise.
 
-    Then v becomes `beta v + (1 - beta^age) total^2 / age^1.5`: the gradients of `age` steps, each
-    as large as half-way between all signal and all noise. 0 where the age is 1.
+    `(1 - beta^age) total^2 / age^1.5`: as many gradients as there were, each as large as half-way
+    between all signal and all noise. At age 1 it is what Adam takes in.
     """
-    seen = (1 - beta**age) / age**EXPONENT
-    return torch.where(age > 1, total.square() * (seen - (1 - beta)) / beta, 0)
+    return total.square() * (1 - beta**age) / age**EXPONENT
 
 
-def _is_late(stats: StepStats) -> bool:
-    """Whether entries of this step may have been held back before."""
-    return stats.phase == "sparse" and stats.k < stats.numel
+def _finds_inf(optimizer: Any) -> bool:
+    """Whether a fused optimizer is about to skip the step because its scaler found an Inf."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
+
+
+def _refuse_others(optimizer: Any) -> None:
+    known = hasattr(optimizer, "register_step_pre_hook")
+    if not known or any("betas" not in group for group in optimizer.param_groups):
+        raise TypeError(
+            "late_moments and beta1 are for Adam and its kin, given as attach(..., optimizer=...); "
+            f"this is {type(optimizer).__name__}"
+        )

@@ -54,8 +54,8 @@ class Reducer:
     ) -> None:
         if group is not None and comm is not None:
             raise ValueError("pass group or comm, not both")
-        for name in ("beta1", "late_moments"):
-            if more.get(name):
+        for name, off in {"beta1": None, "late_moments": False}.items():
+            if more.get(name, off) is not off:
                 raise ValueError(f"{name} needs an optimizer: use oktopk.attach")
         numel = operator.index(numel)
         if not 0 <= numel <= MOST:

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
+from oktopk.settings import Settings
+
 RAMP = 2  # ramp steps for every warm-up step
 
 
@@ -39,9 +41,12 @@ def remedies_for(optimizer: Optimizer) -> Remedies:
     return NONE
 
 
-def described(optimizer: Optimizer, fields: dict[str, Any], ramp_steps: int, why: str) -> str:
-    """One line for people: what was picked, and why."""
-    parts = [f"{name}={value}" for name, value in fields.items()]
-    parts += [f"ramp_steps={ramp_steps}"] if ramp_steps else []
-    picked = ", ".join(parts) or "plain error feedback"
-    return f"for {type(optimizer).__name__}: {picked} ({why}); residuals follow the learning rate"
+def described(optimizer: Optimizer, settings: Settings, picked: dict[str, Any]) -> str:
+    """One line for people: what holds for this optimizer, and why it was picked."""
+    holds = {name: getattr(settings, name) for name in ("late_moments", "beta1", "advance")}
+    parts = [f"{name}={value}" for name, value in holds.items() if value]
+    if settings.schedule:
+        parts.append(f"{sum(steps for steps, _ in settings.schedule)} steps to come down")
+    why = f" ({remedies_for(optimizer).why})" if picked else ""
+    what = ", ".join(parts) or "plain error feedback"
+    return f"for {type(optimizer).__name__}: {what}{why}; residuals follow the learning rate"

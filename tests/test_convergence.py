@@ -51,6 +51,20 @@ def test_an_unknown_task_is_named(tmp_path):
     assert "digits, chars, spoken, an4" in said.stderr
 
 
+def test_an_unknown_setting_is_named(tmp_path):
+    said = bench(tmp_path, "--settings", "dense", "densse")
+    assert said.returncode == 2
+    assert "dense, plain, auto, got 'densse'" in said.stderr
+
+
+def test_a_failed_run_does_not_lose_the_others(tmp_path):
+    small = ["--tasks", "digits", "--optimizers", "sgd", "--seeds", "0", "--steps", "4"]
+    said = bench(tmp_path, *small, "--settings", "plain,density=7", "dense")
+    assert said.returncode == 1
+    assert "density must be in (0, 1], got 7" in said.stderr and "failed: " in said.stderr
+    assert "| digits | sgd | dense |" in said.stdout
+
+
 def test_the_distance_and_the_pace():
     dense = [(10, 4.0, 100), (20, 3.0, 200), (30, 2.0, 300), (40, 1.0, 400)]
     slow = [(10, 6.0, 10), (20, 4.0, 20), (30, 3.0, 30), (40, 1.5, 40)]
@@ -61,9 +75,9 @@ def test_the_distance_and_the_pace():
     assert (first.distance, first.pace, first.share) == (0, 1, 1)
     assert second.distance == 0.5 and second.share == 0.1
     assert second.pace == pytest.approx(30 / (30 + 10 * (3 - 2) / (3 - 1.5)))
-    assert "| t | o | slow | 1 | m | 1.5000 | 0.0000 | +50.0% | 82% | 10.0% |" in verdict.table(
-        groups
-    )
+    row = "| t | o | slow | 1 | m | 1.5000 | 0.0000 | +50.0% | 82% | never | 0.00 | 10.0% |"
+    assert row in verdict.table(groups)
+    assert (first.caught_up, second.caught_up) == (40, None)
 
 
 def test_what_is_never_reached_has_no_pace():

@@ -8,7 +8,8 @@
 A setting is `dense`, `plain` (error feedback alone, after a dense warm-up) or `auto` (what suits
 the optimizer, after a ramp), and arguments of `oktopk.attach` behind commas (for speech, fields of
 a training config). A run that has a record in the folder is not run again; a failed one does not
-lose the others. At the end: a table and pictures, also in the folder.
+lose the others. At the end: a table and pictures of all records in the folder, also in the folder.
+Records do not know the code: after a change of the library, use another folder.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from pathlib import Path
 import recognition
 import small
 import verdict
-from record import Key, read
+from record import Key, arguments, read
 from tasks import TASKS
+from torch.multiprocessing.spawn import ProcessException
 
 
 def main() -> int:
@@ -33,12 +35,18 @@ def main() -> int:
     if wrong or ("an4" in args.tasks and args.an4 is None):
         print(f"tasks are {', '.join(known)}; an4 needs --an4 FOLDER", file=sys.stderr)
         return 2
+    for setting in args.settings:
+        try:
+            arguments(setting)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
     keys = [
         Key(task=t, optimizer=o, setting=s, seed=seed, workers=args.workers, steps=args.steps)
         for t, o, seed, s in product(args.tasks, args.optimizers, args.seeds, args.settings)
     ]
     failed = _run([key for key in keys if not key.path(args.folder).exists()], args)
-    records = [read(path) for key in keys if (path := key.path(args.folder)).exists()]
+    records = [read(path) for path in sorted(args.folder.glob("*.json"))]
     if not records:
         return 1
     groups = verdict.grouped(records)
@@ -56,8 +64,14 @@ def _run(missing: list[Key], args: argparse.Namespace) -> list[Key]:
     """Train what is missing; the keys of the runs that failed."""
     failed = []
     quick = [key for key in missing if key.task in TASKS]
-    if quick:
-        small.train_all(quick, args.folder)
+    while quick:
+        try:
+            small.train_all(quick, args.folder)
+        except ProcessException as error:
+            print(error, file=sys.stderr)
+            failed.append(next(key for key in quick if not key.path(args.folder).exists()))
+        done = [key for key in quick if key.path(args.folder).exists()]
+        quick = [key for key in quick if key not in done and key not in failed]
     for key in missing:
         if key.task in TASKS:
             continue
@@ -71,7 +85,9 @@ def _run(missing: list[Key], args: argparse.Namespace) -> list[Key]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Learning under compression, against dense.")
     parser.add_argument("--tasks", nargs="+", default=["digits", "chars"])
-    parser.add_argument("--optimizers", nargs="+", default=["sgd", "adamw"])
+    parser.add_argument(
+        "--optimizers", nargs="+", default=["sgd", "adamw"], choices=["sgd", "adamw"]
+    )
     parser.add_argument("--settings", nargs="+", default=["dense", "plain", "auto"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--workers", type=int, default=4)

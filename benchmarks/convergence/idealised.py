@@ -58,6 +58,7 @@ class Run:
         self.arrived, self.predicted = torch.full((numel,), -1), torch.zeros(numel)
         self.rides = torch.cat([torch.full((p.numel(),), p.dim() < 2) for p in self.parameters])
         self.rate = 0.0
+        self.due: tuple[Tensor, Tensor] | None = None
         self.warmup = 20 if "ramp" in self.has else self.steps // 10
         stairs = ramp(self.steps // 2, args.density) if "ramp" in self.has else ()
         self.densities = [density for steps, density in stairs for _ in range(steps)]
@@ -114,14 +115,21 @@ class Run:
         return torch.cat([square.flatten() for square in squares])
 
     def _correct_moments(self, mean: Tensor, step: int) -> None:
-        where = mean != 0
+        """As `oktopk.moments`: lower before the step, set after it."""
+        age = (step - self.arrived).float()
         if "moments" in self.has:
-            age = (step - self.arrived).float()
+            late = (mean != 0) & (age > 1)
             beta = self.optimizer.param_groups[0]["betas"][1]
-            more = torch.where(where, taken_in(mean, age, beta), 0)
-            for parameter, part in zip(self.parameters, self._split(more), strict=True):
-                self.optimizer.state[parameter]["exp_avg_sq"] += part.view_as(parameter)
-        self.arrived[where] = step
+            before = self._moments()
+            value = beta * before + taken_in(mean, age.clamp(min=1), beta)
+            lowered = ((value - (1 - beta) * mean.square()) / beta).clamp(min=0)
+            self._set_moments(torch.where(late, lowered, before))
+            self.due = late, value
+        self.arrived[mean != 0] = step
+
+    def _set_moments(self, flat: Tensor) -> None:
+        for parameter, part in zip(self.parameters, self._split(flat), strict=True):
+            self.optimizer.state[parameter]["exp_avg_sq"].copy_(part.view_as(parameter))
 
     def _apply(self, mean: Tensor, sparse_step: int) -> None:
         group = self.optimizer.param_groups[0]
@@ -132,6 +140,9 @@ class Run:
         for parameter, part in zip(self.parameters, self._split(mean), strict=True):
             parameter.grad = part.view_as(parameter).clone()
         self.optimizer.step()
+        if self.due is not None:
+            self._set_moments(torch.where(*self.due, self._moments()))
+            self.due = None
 
     def _split(self, flat: Tensor) -> tuple[Tensor, ...]:
         return flat.split([p.numel() for p in self.parameters])

@@ -28,6 +28,8 @@ def train(key: Key, folder: Path, an4: Path | None) -> Record:
         "remedies": "none" if base == "plain" else "auto",
         "validate_every": "1",
     }
+    if base == "plain":
+        flags["ramp_steps"] = "0"
     if key.task == "an4":
         flags["data"] = str(an4)
     if key.steps:

@@ -7,6 +7,8 @@ import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+BASES = ("dense", "plain", "auto")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
@@ -61,4 +63,6 @@ def read(path: Path) -> Record:
 def arguments(setting: str) -> tuple[str, dict[str, str]]:
     """`"auto,density=0.01"` -> `("auto", {"density": "0.01"})`."""
     base, *pairs = setting.split(",")
+    if base not in BASES:
+        raise ValueError(f"a setting begins with one of {', '.join(BASES)}, got {setting!r}")
     return base, dict(pair.split("=", 1) for pair in pairs)

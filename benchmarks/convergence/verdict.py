@@ -30,6 +30,9 @@ class Row:
     pace: float | None
     """Steps dense takes to its three-quarter-way metric over the steps this takes; None: never."""
 
+    caught_up: float | None
+    """Steps to dense's final metric; None: never."""
+
     share: float
     curve: Curve
 
@@ -66,6 +69,7 @@ def _row(setting: str, records: list[Record], dense: Curve | None) -> Row:
         spread=max(ends) - min(ends),
         distance=sign * (final - goal) / goal if goal else float("nan"),
         pace=pace(curve, dense, sign) if dense else None,
+        caught_up=_reached(_signed(curve, sign), sign * goal),
         share=statistics.mean(record.share for record in records),
         curve=curve,
     )
@@ -83,6 +87,11 @@ def pace(curve: Curve, dense: Curve, sign: int) -> float | None:
     return took[0] / took[1] if took[0] and took[1] else None
 
 
+def _signed(curve: Curve, sign: int) -> list[tuple[int, float]]:
+    """The smaller the better."""
+    return [(step, sign * metric) for step, metric, _ in curve]
+
+
 def _reached(curve: list[tuple[int, float]], goal: float) -> float | None:
     before = (0, float("inf"))
     for step, metric in curve:
@@ -95,20 +104,25 @@ def _reached(curve: list[tuple[int, float]], goal: float) -> float | None:
     return None
 
 
+COLUMNS = (
+    *("task", "optimizer", "setting", "seeds", "measure", "final", "spread", "to dense", "pace"),
+    *("steps to dense's end", "GB sent", "bytes"),
+)
+
+
 def table(groups: dict[Group, dict[str, list[Record]]]) -> str:
-    lines = [
-        "| task | optimizer | setting | seeds | measure | final | spread | to dense | pace | bytes |"  # noqa: E501
-        "\n|---|---|---|---|---|---|---|---|---|---|"
-    ]
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
     for (task, optimizer), settings in sorted(groups.items()):
         measure = next(iter(settings.values()))[0].measure
         for row in rows(settings):
             paced = "never" if row.pace is None else f"{row.pace:.0%}"
+            caught_up = "never" if row.caught_up is None else f"{row.caught_up:.0f}"
+            sent = row.curve[-1][2]
             distance = round(row.distance, 3) + 0.0  # no minus before a zero
             lines.append(
                 f"| {task} | {optimizer} | {row.setting} | {row.seeds} | {measure} | "
                 f"{row.final:.4f} | {row.spread:.4f} | {distance:+.1%} | {paced} | "
-                f"{row.share:.1%} |"
+                f"{caught_up} | {sent / 1e9:.2f} | {row.share:.1%} |"
             )
     return "\n".join(lines)
 

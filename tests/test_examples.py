@@ -69,7 +69,14 @@ def warnings_in(stderr: str) -> list[str]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("script", EXAMPLES)
+@pytest.mark.parametrize(
+    "script",
+    [
+        "torchrun_digits.py",
+        "accelerate_digits.py",
+        pytest.param("lightning_digits.py", marks=pytest.mark.slow),
+    ],
+)
 def test_example_learns_and_saves_traffic(script):
     package, launcher = EXAMPLES[script]
     pytest.importorskip(package, reason=f"{script} needs {package}")

@@ -21,7 +21,9 @@ over_methods = pytest.mark.parametrize("method", METHODS)
 
 
 @over_methods
-@pytest.mark.parametrize(("P", "steps"), [(16, 34), (64, 6), (256, 1)])
+@pytest.mark.parametrize(
+    ("P", "steps"), [(16, 34), (64, 6), pytest.param(256, 1, marks=pytest.mark.slow)]
+)
 def test_laws_hold_for_many_simulated_ranks(P, steps, method):
     ranks = simulated(P, method, 1000, 0.05, "whole", steps)
     assert_nothing_is_lost(ranks, tolerance=0)

@@ -69,9 +69,8 @@ def _run(missing: list[Key], args: argparse.Namespace) -> list[Key]:
             small.train_all(quick, args.folder)
         except ProcessException as error:
             print(error, file=sys.stderr)
-            failed.append(next(key for key in quick if not key.path(args.folder).exists()))
-        done = [key for key in quick if key.path(args.folder).exists()]
-        quick = [key for key in quick if key not in done and key not in failed]
+            failed += [key for key in quick if not key.path(args.folder).exists()][:1]
+        quick = [key for key in quick if not key.path(args.folder).exists() and key not in failed]
     for key in missing:
         if key.task in TASKS:
             continue

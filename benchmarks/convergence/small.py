@@ -62,6 +62,7 @@ def _work(rank: int, keys: list[Key], folder: Path, rendezvous: str) -> None:
             record.write(folder)
             print(f"{key.path(folder).stem}: {record.measure} {record.curve[-1][1]:.4f}", end=" ")
             print(f"with {record.share:.1%} of the bytes, {record.seconds:.0f} s", flush=True)
+    dist.barrier()  # none leaves while another still talks to it
     dist.destroy_process_group()
 
 

@@ -14,11 +14,11 @@ import argparse
 import statistics
 
 import torch
-from tasks import TASKS, Task
+from tasks import TASKS, Task, rate_schedule
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from oktopk.moments import taken_in
+from oktopk.moments import corrected
 from oktopk.settings import num_kept, ramp
 
 RANKS = 4
@@ -46,13 +46,7 @@ class Run:
         self.parameters = list(self.model.parameters())
         self.optimizer = task.optimizers[optimizer](self.parameters)
         self.generator = torch.Generator().manual_seed(seed)
-        self.decay = torch.optim.lr_scheduler.OneCycleLR(
-            self.optimizer,
-            max_lr=self.optimizer.param_groups[0]["lr"],
-            total_steps=self.steps,
-            pct_start=0.05,
-            cycle_momentum=False,
-        )
+        self.decay = rate_schedule(self.optimizer, self.steps)
         numel = sum(p.numel() for p in self.parameters)
         self.owed, self.momentum = torch.zeros(RANKS, numel), torch.zeros(RANKS, numel)
         self.arrived, self.predicted = torch.full((numel,), -1), torch.zeros(numel)
@@ -120,11 +114,10 @@ class Run:
         if "moments" in self.has:
             late = (mean != 0) & (age > 1)
             beta = self.optimizer.param_groups[0]["betas"][1]
-            before = self._moments()
-            value = beta * before + taken_in(mean, age.clamp(min=1), beta)
-            lowered = ((value - (1 - beta) * mean.square()) / beta).clamp(min=0)
-            self._set_moments(torch.where(late, lowered, before))
-            self.due = late, value
+            now = self._moments()
+            before, after = corrected(now, mean, age.clamp(min=1), beta)
+            self._set_moments(torch.where(late, before, now))
+            self.due = late, after
         self.arrived[mean != 0] = step
 
     def _set_moments(self, flat: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from record import Key, Record, arguments
-from tasks import TASKS, Task
+from tasks import TASKS, Task, rate_schedule
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -72,13 +72,7 @@ def _train(key: Key, task: Task) -> Record:
     optimizer = task.optimizers[key.optimizer](model.parameters())
     steps = key.steps or task.steps
     handle = attached(model, optimizer, task, key.setting, steps)
-    decay = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer,
-        max_lr=optimizer.param_groups[0]["lr"],
-        total_steps=steps,
-        pct_start=0.05,
-        cycle_momentum=False,
-    )
+    decay = rate_schedule(optimizer, steps)
     generator = torch.Generator().manual_seed(key.seed)
     inputs, truth = task.test()
     points = {round(steps * i / POINTS) for i in range(1, POINTS + 1)}

@@ -15,6 +15,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
 
 Batch = tuple[Tensor, Tensor]
 
@@ -126,6 +127,14 @@ def chars() -> Task:
             "sgd": lambda p: SGD(p, lr=1.0, momentum=0.9),
             "adamw": lambda p: AdamW(p, lr=1e-2, weight_decay=0.01),
         },
+    )
+
+
+def rate_schedule(optimizer: Optimizer, steps: int) -> OneCycleLR:
+    """A rise over a twentieth of the run to the optimizer's rate, then a cosine to about 0."""
+    most = optimizer.param_groups[0]["lr"]
+    return OneCycleLR(
+        optimizer, max_lr=most, total_steps=steps, pct_start=0.05, cycle_momentum=False
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -26,9 +25,9 @@ from oktopk.followed import Followed
 from oktopk.handle import Handle
 from oktopk.misuse import refuse_misuse
 from oktopk.policy import Policy
-from oktopk.remedies import RAMP, described, remedies_for
+from oktopk.remedies import suited, warn_if_short
 from oktopk.rollcall import RollCall, patience_of
-from oktopk.settings import Settings, ramp
+from oktopk.settings import Settings
 from oktopk.stats import StepStats
 
 log = logging.getLogger("oktopk")
@@ -80,15 +79,10 @@ def attach(
         more.setdefault("on_nonfinite", "deliver")
     followed = Followed(optimizer, scaler)
     settings = Settings(method=method, density=density, warmup_steps=warmup_steps, **more)
-    settings = _suited(followed.optimizer, settings, ramp_steps, more)
-    if (
-        followed.optimizer is not None
-        and method != "dense"
-        and dist.get_rank(model.process_group) == 0
-    ):
-        log.info("%s", described(followed.optimizer, settings, _picked(followed.optimizer, more)))
+    first = dist.get_rank(model.process_group) == 0
+    settings = suited(followed.optimizer, settings, ramp_steps, more, tells=first)
     if total_steps is not None and method != "dense":
-        _warn_if_short(settings, total_steps)
+        warn_if_short(settings, total_steps)
     comm, roll_call = _own_group(model.process_group, timeout)
     handle = Handle(model, settings, comm, roll_call, policy or Policy(), followed)
     handle.on_step, handle.clip_before, handle.check_every = on_step, clip_before, check_every
@@ -98,44 +92,6 @@ def attach(
         handle.close()
         raise
     return handle
-
-
-def _picked(optimizer: Any, more: dict[str, Any]) -> dict[str, Any]:
-    """What suits the optimizer and the user did not set."""
-    suits = remedies_for(optimizer).fields
-    return {name: value for name, value in suits.items() if name not in more}
-
-
-def _suited(
-    optimizer: Any, settings: Settings, ramp_steps: int | None, more: dict[str, Any]
-) -> Settings:
-    """The settings with what suits the optimizer, unless the user said otherwise."""
-    if ramp_steps is None:
-        ramp_steps = RAMP * settings.warmup_steps if optimizer is not None else 0
-    if ramp_steps < 0:
-        raise ValueError(f"ramp_steps must be 0 or more, got {ramp_steps}")
-    if settings.method == "dense":
-        return settings
-    if "schedule" not in more:
-        settings = replace(settings, schedule=ramp(ramp_steps, settings.density))
-    return replace(settings, **_picked(optimizer, more)) if optimizer is not None else settings
-
-
-def _warn_if_short(settings: Settings, total_steps: int) -> None:
-    dense, falling = settings.warmup_steps, sum(steps for steps, _ in settings.schedule)
-    if total_steps <= dense:
-        log.warning(
-            "the run has %d steps and the warm-up %d: it will never be sparse; lower warmup_steps",
-            total_steps,
-            dense,
-        )
-    elif total_steps <= dense + falling:
-        log.warning(
-            "the run has %d steps, and %d pass before the density is down to %g: lower ramp_steps",
-            total_steps,
-            dense + falling,
-            settings.density,
-        )
 
 
 def _own_group(group: Any, timeout: float) -> tuple[Comm, RollCall]:

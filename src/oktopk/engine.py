@@ -90,6 +90,10 @@ class Engine:
         return not self._sets_quotas or due or sum(self.quotas) != self.k
 
     @property
+    def _advance(self) -> float:
+        return 0.0 if self.phase == "dense" else self.settings.advance_at(self.step)
+
+    @property
     def _sets_quotas(self) -> bool:
         """Whether buckets leave early with a quota that whole steps set."""
         several = len(self.buckets) > 1
@@ -101,7 +105,6 @@ class Engine:
         self.comm.alarm = False
         self._method: Method = METHODS["dense" if self.phase == "dense" else self.settings.method]
         self._whole_step = self.waits_for_all
-        self._advance = 0.0 if self.phase == "dense" else self.settings.advance_at(self.step)
         self._saved = [copy(state) for state in self.states], copy(self.whole), self.quotas
         self._undo = Undo()
         self._grads: dict[int, Tensor] = {}

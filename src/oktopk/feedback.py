@@ -38,7 +38,7 @@ def settle_(
         _owe_advance_(residual, local, advance)
     for sums in exchanged.returned:  # one by one: indices are unique within each
         assert sums.indices is not None
-        residual.index_add_(0, sums.indices, sums.values * (1 + advance))
+        residual.index_add_(0, sums.indices, sums.values, alpha=1 + advance)
 
 
 def _owe_advance_(residual: Tensor, local: Sparse, advance: float) -> None:

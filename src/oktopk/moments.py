@@ -96,8 +96,9 @@ class LateMoments:
     def _before(self) -> None:
         self._restore()  # after a step that raised
         stats = self._last()
-        late = stats is not None and stats.phase == "sparse" and stats.k < stats.numel
-        if stats is None or not late or stats.skipped or _finds_inf(self._optimizer):
+        if stats is None or stats.skipped or _finds_inf(self._optimizer):
+            return
+        if stats.phase == "dense" or stats.k == stats.numel:  # nothing was held back
             return
         if self._settings.late_moments:
             self._take_in(stats.step)
@@ -128,11 +129,7 @@ class LateMoments:
     def _correct_(
         self, name: str, grad: Tensor, square: Tensor, beta: float, scale: float, step: int
     ) -> None:
-        """Lower the second moment before the step as far as 0, and set it after the step.
-
-        It must not go below 0, though Adam is about to add the square of the sum: what Adam adds
-        may be another gradient's (weight decay, other hooks, fewer bits).
-        """
+        """Lower the second moment of what is late now, and set it after the step."""
         if name not in self._arrived:  # until now everything arrived at every step
             self._arrived[name] = torch.full_like(grad, step - 1, dtype=torch.int32)
         parts = grad, square, self._arrived[name]
@@ -145,10 +142,9 @@ class LateMoments:
         late = age > 1
         where, age = tuple(place[late] for place in where), age[late]
         total = grad[where].float() / scale
-        value = beta * square[where].float() + taken_in(total, age, beta)
-        before = (value - (1 - beta) * total.square()) / beta
-        square[where] = before.clamp_(min=0).to(square.dtype)
-        self._due.append((square, where, value.to(square.dtype)))
+        before, after = corrected(square[where].float(), total, age, beta)
+        square[where] = before.to(square.dtype)
+        self._due.append((square, where, after.to(square.dtype)))
 
     def _relieve(self, most: float) -> None:
         for group in self._optimizer.param_groups:
@@ -162,13 +158,17 @@ class LateMoments:
             group["betas"] = betas
 
 
-def taken_in(total: Tensor, age: Tensor, beta: float) -> Tensor:
-    """What the second moment takes in of a sum of `age` gradients, elementwise.
+def corrected(square: Tensor, total: Tensor, age: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """What Adam's second moment must be before and after a step with sums of `age` gradients.
 
-    `(1 - beta^age) total^2 / age^1.5`: as many gradients as there were, each as large as half-way
-    between all signal and all noise. At age 1 it is what Adam takes in.
+    After it, `(1 - beta^age) total^2 / age^1.5` was taken in: as many gradients as there were, each
+    as large as half-way between all signal and all noise; at age 1 that is what Adam takes in. So
+    before it must be lower, but not below 0: what Adam adds may be another gradient's square
+    (weight decay, other hooks, fewer bits).
     """
-    return total.square() * (1 - beta**age) / age**EXPONENT
+    after = beta * square + total.square() * (1 - beta**age) / age**EXPONENT
+    before = (after - (1 - beta) * total.square()) / beta
+    return before.clamp_(min=0), after
 
 
 def _finds_inf(optimizer: Any) -> bool:

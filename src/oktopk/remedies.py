@@ -6,12 +6,16 @@ what the optimizer does with a sum that comes late and large.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
-from oktopk.settings import Settings
+from oktopk.settings import Settings, ramp
+
+log = logging.getLogger("oktopk")
 
 RAMP = 2  # ramp steps for every warm-up step
 
@@ -41,12 +45,57 @@ def remedies_for(optimizer: Optimizer) -> Remedies:
     return NONE
 
 
-def described(optimizer: Optimizer, settings: Settings, picked: dict[str, Any]) -> str:
+def suited(
+    optimizer: Any,
+    settings: Settings,
+    ramp_steps: int | None,
+    given: Collection[str],
+    *,
+    tells: bool,
+) -> Settings:
+    """The settings with what suits the optimizer, but for what was `given` by hand."""
+    if ramp_steps is None:
+        ramp_steps = RAMP * settings.warmup_steps if optimizer is not None else 0
+    if ramp_steps < 0:
+        raise ValueError(f"ramp_steps must be 0 or more, got {ramp_steps}")
+    if settings.method == "dense":
+        return settings
+    if "schedule" not in given:
+        settings = replace(settings, schedule=ramp(ramp_steps, settings.density))
+    if optimizer is None:
+        return settings
+    remedies = remedies_for(optimizer)
+    picked = {name: value for name, value in remedies.fields.items() if name not in given}
+    settings = replace(settings, **picked)
+    if tells:
+        log.info("%s", _described(optimizer, settings, remedies.why if picked else None))
+    return settings
+
+
+def warn_if_short(settings: Settings, total_steps: int) -> None:
+    """Say so when a run ends before it is sparse, or before its density has come down."""
+    dense, falling = settings.warmup_steps, settings.falling_steps
+    if total_steps <= dense:
+        log.warning(
+            "the run has %d steps and the warm-up %d: it will never be sparse; lower warmup_steps",
+            total_steps,
+            dense,
+        )
+    elif total_steps <= dense + falling:
+        log.warning(
+            "the run has %d steps, and %d pass before the density is down to %g: lower ramp_steps",
+            total_steps,
+            dense + falling,
+            settings.density,
+        )
+
+
+def _described(optimizer: Optimizer, settings: Settings, why: str | None) -> str:
     """One line for people: what holds for this optimizer, and why it was picked."""
     holds = {name: getattr(settings, name) for name in ("late_moments", "beta1", "advance")}
     parts = [f"{name}={value}" for name, value in holds.items() if value]
     if settings.schedule:
-        parts.append(f"{sum(steps for steps, _ in settings.schedule)} steps to come down")
-    why = f" ({remedies_for(optimizer).why})" if picked else ""
+        parts.append(f"{settings.falling_steps} steps to come down")
     what = ", ".join(parts) or "plain error feedback"
-    return f"for {type(optimizer).__name__}: {what}{why}; residuals follow the learning rate"
+    because = f" ({why})" if why else ""
+    return f"for {type(optimizer).__name__}: {what}{because}; residuals follow the learning rate"

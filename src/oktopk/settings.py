@@ -87,6 +87,11 @@ class Settings:
     def is_dense(self, step: int) -> bool:
         return step < self.warmup_steps or self.method == "dense"
 
+    @property
+    def falling_steps(self) -> int:
+        """Sparse steps before `density` holds for good."""
+        return sum(steps for steps, _ in self.schedule)
+
     def advance_at(self, step: int) -> float:
         """The advance of a sparse step."""
         return self.advance * (1 - self.density_at(step))

@@ -42,13 +42,13 @@ class Tally:
             smallest_magnitude([exchanged.result for _, exchanged in pairs]),
         )
 
-    def is_finite(self, dtypes: dict[int, torch.dtype], size: float) -> bool:
+    def is_finite(self, dtypes: dict[int, torch.dtype], divisor: float) -> bool:
         """Whether all sums are, and their averages in the dtype of their bucket."""
         for bucket, (_, exchanged) in self.moved.items():
             for sums in (exchanged.result.values, exchanged.rider):
                 # an average is finite if its sum is, unless it is delivered in fewer bits
                 same = sums.dtype == dtypes[bucket]
-                if not kernels.all_finite(sums if same else (sums / size).to(dtypes[bucket])):
+                if not kernels.all_finite(sums if same else (sums / divisor).to(dtypes[bucket])):
                     return False
         return True
 

@@ -167,10 +167,9 @@ def set_up(config: Config, comm: Comm, device: torch.device, place: Place) -> Ru
         **OWN_BUFFERS,
     )
     optimizer = make_optimizer(config, model)
-    remedied = config.remedies == "auto"
     handle = oktopk.attach(
         ddp,
-        optimizer=optimizer if remedied else None,
+        optimizer=optimizer if config.remedies == "auto" else None,
         method=config.method,
         density=config.density,
         warmup_steps=config.warmup_steps,

@@ -51,6 +51,7 @@ ORDER = [
     "launch",
     "check",
     "train",
+    "bench",
     "cli",
     "__main__",
 ]

@@ -1,4 +1,4 @@
-"""The command line: `oktopk methods`, `check`, `data`, `train`."""
+"""The command line: `oktopk methods`, `check`, `bench`, `data`, `train`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 from oktopk.comm import ExchangeError
 from oktopk.methods import METHODS
-from oktopk.train.config import DEFAULT, FIELDS, add_flags, nearest, shipped
+from oktopk.train.config import DEFAULT, FIELDS, nearest, shipped
+from oktopk.train.config import add_flags as add_train_flags
 from oktopk.version import __version__
 
 
@@ -28,6 +29,13 @@ def check(args: argparse.Namespace) -> int:
     from oktopk.check import check
 
     return check(args.workers, args.timeout, args.quick, sys.argv[1:])
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Measure every method and its peers on a network."""
+    from oktopk.bench.command import command
+
+    return command(args, sys.argv[1:])
 
 
 def data(args: argparse.Namespace) -> int:
@@ -62,9 +70,23 @@ def parser() -> argparse.ArgumentParser:
     test.add_argument("--quick", action="store_true", help="four steps of each method, not 36")
     test.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank")
     test.set_defaults(run=check)
+    _add_bench(commands)
     _add_data(commands)
     _add_train(commands)
     return main
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    from oktopk.bench.command import add_flags
+
+    cluster = commands.add_parser(
+        "bench",
+        help="a cluster in a box: every method and PyTorch's own, on networks of any speed",
+        epilog="examples: oktopk bench; oktopk bench --workers 4 --rates none,1gbit --json b.json",
+        allow_abbrev=False,
+    )
+    add_flags(cluster)
+    cluster.set_defaults(run=bench)
 
 
 def _add_data(commands: argparse._SubParsersAction) -> None:
@@ -113,7 +135,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     speech.add_argument(
         "--resume", action="store_true", help="go on from the run's last checkpoint, if it has one"
     )
-    add_flags(speech)
+    add_train_flags(speech)
     speech.set_defaults(run=train, known=[f"--{field.replace('_', '-')}" for field in FIELDS])
 
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -56,21 +56,31 @@ def workers_to_start(place: Place | None, asked: int | None, default: int) -> in
     )
 
 
-def start_workers(workers: int, argv: list[str]) -> int:
+def start_workers(
+    workers: int,
+    argv: list[str],
+    *,
+    address: str = "127.0.0.1",
+    prefix: Callable[[int], list[str]] = lambda rank: [],
+) -> int:
     """Run `python -m oktopk ARGV...` as `workers` local ranks; the exit code of the job.
+
+    `address` is where they reach this process, `prefix` goes before the command of a rank: for
+    workers in network namespaces.
 
     The ranks meet at a store of this process on a port the system chose, so jobs cannot collide.
     When a rank fails the others have AFTER_DEATH seconds; SIGINT and SIGTERM are passed on, and a
     second one kills. Workers end when this process is gone.
     """
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = dist.TCPStore(address, 0, None, True, wait_for_workers=False)
+    command = [sys.executable, "-m", "oktopk", *argv]
     with tempfile.TemporaryDirectory() as folder, _signals() as received, _lifeline() as line:
         said = [Path(folder, str(rank)) for rank in range(workers)]
         processes: list[subprocess.Popen] = []
         try:
             for rank in range(workers):
-                env = _worker_environment(rank, workers, store.port, line)
-                processes.append(_start(rank, argv, env, said[rank], line))
+                env = _worker_environment(rank, workers, (address, store.port), line)
+                processes.append(_start(rank, [*prefix(rank), *command], env, said[rank], line))
             relay = Thread(target=_relay, args=(processes[0], said[0]), daemon=True)
             relay.start()
             ended = _watch(processes, received)
@@ -88,24 +98,24 @@ def start_workers(workers: int, argv: list[str]) -> int:
         return failed[cause] if failed[cause] > 0 else 128 - failed[cause]
 
 
-def _worker_environment(rank: int, size: int, port: int, line: int) -> dict[str, str]:
+def _worker_environment(rank: int, size: int, store: tuple[str, int], line: int) -> dict[str, str]:
     return {
         **os.environ,
         "OKTOPK_RANK": str(rank),
         "OKTOPK_SIZE": str(size),
         "OKTOPK_LINE": str(line),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": store[0],
+        "MASTER_PORT": str(store[1]),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
 
 def _start(
-    rank: int, argv: list[str], env: dict[str, str], said: Path, line: int
+    rank: int, command: list[str], env: dict[str, str], said: Path, line: int
 ) -> subprocess.Popen:
     with said.open("wb") as kept:
         return subprocess.Popen(
-            [sys.executable, "-m", "oktopk", *argv],
+            command,
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=None if rank == 0 else kept,

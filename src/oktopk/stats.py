@@ -53,6 +53,9 @@ class StepStats:
     bytes_dense: int
     """Bytes a dense allreduce of this gradient, in its own dtype, sends: 2n(P-1)/P elements."""
 
+    entries_sent: int
+    """Entries this rank sent in this step, each as often as it was; 0 in the dense phase."""
+
     messages: int
     """Messages this rank sent in this step."""
 

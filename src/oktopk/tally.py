@@ -71,6 +71,7 @@ class Tally:
             bytes_header=total.header_sent,
             bytes_received=total.received,
             bytes_dense=dense_allreduce(facts["numel"] * itemsize, size).sent,
+            entries_sent=sum(e.sent for _, e in pairs),
             messages=total.messages_sent,
             stages={stage: part for stage, part in traffic.items() if part != Traffic()},
             **self._seconds,

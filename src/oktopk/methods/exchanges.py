@@ -46,6 +46,9 @@ class Exchanged:
     imbalance: float = 1.0
     """Largest share of the result over the mean share."""
 
+    sent: int = 0
+    """Entries this rank sent, each as often as it was."""
+
 
 def dense(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -> Exchanged:
     """Sum everything. One allreduce: 2n(P-1)/P words."""

@@ -1,0 +1,94 @@
+"""`oktopk bench`: who exchanges gradients fastest on which network."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from oktopk.bench import network
+from oktopk.bench.contenders import CONTENDERS, DENSE, FLOOR
+from oktopk.bench.shapes import MODELS, shapes_of
+from oktopk.launch import LaunchError, find_place, joined, start_workers, workers_to_start
+
+WORKERS = 8
+RATES = "none,1gbit,200mbit"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `oktopk bench`."""
+    parser.add_argument("--workers", type=int, help=f"default: {WORKERS}")
+    parser.add_argument(
+        "--rates", default=RATES, help="of every link, for `tc`; none: unshaped (%(default)s)"
+    )
+    parser.add_argument(
+        "--model", default="lstman4", help=f"{', '.join(MODELS)} or a number of gradients"
+    )
+    parser.add_argument("--density", type=float, default=0.02, help="default: %(default)s")
+    parser.add_argument(
+        "--methods", default=",".join(CONTENDERS), help="comma-separated; default: %(default)s"
+    )
+    parser.add_argument("--seconds", type=float, default=4.0, help="of steps per row (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows for programs")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a bar chart as PNG")
+    parser.add_argument("--loopback", action="store_true", help="no namespaces, no shaping")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for a rank")
+
+
+def command(args: argparse.Namespace, argv: list[str]) -> int:
+    """Start the cluster, or be one of its workers."""
+    rates, methods = args.rates.split(","), _with_peers(args.methods.split(","))
+    _check(args, rates)
+    place = find_place()
+    number = workers_to_start(place, args.workers, WORKERS)
+    if not number:
+        from oktopk.bench.worker import work
+
+        if network.inside():
+            os.environ["GLOO_SOCKET_IFNAME"] = network.DEVICE
+        with joined(place, args.timeout):
+            return work(args, rates, methods)
+    if not args.loopback:
+        network.enter(argv)
+    if network.inside():
+        try:
+            address = network.build(number)
+        except network.NetworkError as error:
+            sys.exit(f"oktopk bench: {error}\nwithout namespaces: oktopk bench --loopback")
+        return start_workers(number, argv, address=address, prefix=network.prefix)
+    if not args.loopback:
+        sys.stderr.write(f"no cluster in a box: {network.why_not()}; measuring on loopback\n")
+    return start_workers(number, argv)
+
+
+def write(rows: list[Any], args: argparse.Namespace) -> None:
+    """The files that were asked for."""
+    from oktopk.bench.table import plot
+
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n")
+    if args.plot is not None and rows:
+        plot(rows, args.plot)
+
+
+def _check(args: argparse.Namespace, rates: list[str]) -> None:
+    try:
+        for rate in rates:
+            network.check_rate(rate)
+        shapes_of(args.model)
+        if not 0 < args.density <= 1:
+            raise ValueError(f"--density must be in (0, 1], got {args.density}")
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
+
+
+def _with_peers(methods: list[str]) -> list[str]:
+    """The asked ones in the table's order; what they are compared with is always there."""
+    unknown = [name for name in methods if name not in CONTENDERS]
+    if unknown:
+        raise LaunchError(f"unknown method {unknown[0]!r}; known: {', '.join(CONTENDERS)}")
+    return [name for name in CONTENDERS if name in {FLOOR, DENSE, *methods}]

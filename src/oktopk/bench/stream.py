@@ -1,0 +1,68 @@
+"""Gradients to exchange: made once, so that a step costs the network and not the generator.
+
+Real gradients have large entries at the same places for many steps and on many ranks, tensors of
+very different scale, and tails far heavier than a normal law. So: a scale for each tensor and each
+place that all ranks share, and on it a part that the ranks share and a part of each its own.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import cycle
+
+import torch
+from torch import Tensor, nn
+
+from oktopk.bench.shapes import Shapes
+
+VARIANTS = 3  # different gradients, taken in turn
+SHARED = 0.5  # of a gradient's deviation; an entry of the result was then offered by few ranks
+
+
+class Stream(nn.Module):
+    """A model whose gradients are known beforehand. Its forward pass costs nothing."""
+
+    def __init__(self, shapes: Shapes, rank: int, variants: int = VARIANTS) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([torch.zeros(shape) for shape in shapes])
+        self.numels = [math.prod(shape) for shape in shapes]
+        self.numel = sum(self.numels)
+        self._shapes = shapes
+        self._variants = cycle(gradients(self.numels, rank, variants))
+
+    def forward(self) -> Tensor:
+        return _Known.apply(next(self._variants), self._shapes, *self.parts)
+
+    def current(self) -> Tensor:
+        """The flat gradient of the next step."""
+        return next(self._variants)
+
+
+class _Known(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, flat, shapes, *parameters):  # noqa: ANN001, ANN002, ANN205 - torch's signature
+        ctx.flat, ctx.shapes = flat, shapes
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx, *_):  # noqa: ANN001, ANN002, ANN205 - torch's signature
+        parts = ctx.flat.split([math.prod(shape) for shape in ctx.shapes])
+        views = [part.view(shape) for part, shape in zip(parts, ctx.shapes, strict=True)]
+        return None, None, *views
+
+
+def gradients(numels: list[int], rank: int, variants: int) -> list[Tensor]:
+    """Flat gradients of one rank, the same for the same arguments. O(variants * n)."""
+    together = torch.Generator().manual_seed(1)
+    own = torch.Generator().manual_seed(1000 + rank)
+    numel = sum(numels)
+    scale = torch.randn(numel, generator=together).exp_()
+    for part, factor in zip(
+        scale.split(numels), torch.randn(len(numels), generator=together).exp(), strict=True
+    ):
+        part.mul_(factor * 1e-3)
+    made = []
+    for _ in range(variants):
+        flat = torch.randn(numel, generator=together).mul_(SHARED)
+        made.append(flat.add_(torch.randn(numel, generator=own)).mul_(scale))
+    return made

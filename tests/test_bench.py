@@ -1,0 +1,153 @@
+"""The bench runs, its bytes are right, and it leaves nothing behind. Times are not tested."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from oktopk.bench import network
+from oktopk.bench.contenders import CONTENDERS
+from oktopk.bench.measure import Row, compared
+from oktopk.bench.shapes import MODELS, shapes_of
+from oktopk.bench.stream import gradients
+
+permitted = pytest.mark.skipif(network._unshare() is None, reason=network.why_not())
+NUMEL, WORKERS = 40_000, 2
+
+
+def bench(*more: str, **env: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "oktopk", "bench", "--workers", str(WORKERS)]
+    small = ["--model", str(NUMEL), "--seconds", "0.05"]
+    return subprocess.run(
+        [*command, *small, *more],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def interfaces() -> str:
+    return subprocess.run(["ip", "link"], capture_output=True, text=True, check=False).stdout
+
+
+@pytest.mark.parametrize(
+    ("model", "numel", "tensors"),
+    [("lstman4", 27_569_568, 40), ("vgg16", 14_728_266, 54), ("bert-base", 133_547_324, 207)],
+)
+def test_shapes_are_those_of_the_models(model, numel, tensors):
+    shapes = MODELS[model]()
+    assert (sum(map(math.prod, shapes)), len(shapes)) == (numel, tensors)
+
+
+def test_a_number_is_a_model_too():
+    assert sum(map(math.prod, shapes_of("1e6"))) == 1_000_000
+    assert sum(map(math.prod, shapes_of("10007"))) == 10_007
+    with pytest.raises(ValueError, match="--model is one of lstman4"):
+        shapes_of("resnet")
+
+
+def test_ranks_share_large_entries_but_not_all():
+    a, b = (gradients([20_000, 20_000], rank, 1)[0] for rank in (0, 1))
+    tops = [set(x.abs().topk(800).indices.tolist()) for x in (a, b)]
+    assert 100 < len(tops[0] & tops[1]) < 700
+    assert a.equal(gradients([20_000, 20_000], 0, 1)[0])
+
+
+def row(method: str, ms: float) -> Row:
+    return Row(
+        method=method,
+        rate="none",
+        workers=2,
+        numel=10,
+        density=0.1,
+        steps=3,
+        ms_per_step=ms,
+        ms_low=ms,
+        ms_high=ms,
+    )
+
+
+def test_ratios_are_above_the_floor():
+    rows = [row("noop", 10), row("ddp_dense", 110)]
+    found = compared(row("oktopk", 35), rows)
+    assert (found.ms_above_noop, found.ratio_to_dense) == (25, 0.25)
+    assert compared(rows[0], []).ratio_to_dense is None
+
+
+@permitted
+def test_every_contender_in_namespaces(tmp_path):
+    before = interfaces()
+    done = bench(
+        "--rates", "none,500mbit", "--json", f"{tmp_path}/b.json", "--plot", f"{tmp_path}/b.png"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert interfaces() == before
+    rows = json.loads((tmp_path / "b.json").read_text())
+    assert [r["method"] for r in rows] == [*CONTENDERS] * 2
+    assert {r["rate"] for r in rows} == {"none", "500mbit"}
+    for r in rows:
+        assert r["numel"] == NUMEL and r["workers"] == WORKERS and r["ms_per_step"] > 0
+        # each step has headers and acknowledgements of TCP beside it
+        assert r["bytes_sent"] <= r["bytes_on_interface"] <= 1.1 * r["bytes_sent"] + 20_000
+    sent = {r["method"]: r["bytes_sent"] for r in rows}
+    assert sent["noop"] == 0
+    assert sent["ddp_dense"] == sent["dense"] == 4 * NUMEL == 2 * sent["ddp_fp16"]
+    assert sent["oktopk"] < 0.1 * sent["ddp_dense"]
+    assert (tmp_path / "b.png").stat().st_size > 5_000
+
+
+def test_loopback_says_so_and_measures(tmp_path):
+    done = bench("--loopback", "--methods", "oktopk", "--json", f"{tmp_path}/b.json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "b.json").read_text())
+    assert [r["method"] for r in rows] == ["noop", "ddp_dense", "oktopk"]
+    assert {r["rate"] for r in rows} == {"none"}
+
+
+def test_without_namespaces_it_falls_back(tmp_path):
+    """An empty PATH has no `unshare`."""
+    done = bench("--methods", "ddp_dense", PATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "unshare, ip, tc not found" in done.stderr and "loopback" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--rates", "fast"), "a rate is none, or as in 1gbit"),
+        (("--methods", "zip"), "unknown method 'zip'"),
+        (("--model", "resnet"), "--model is one of"),
+        (("--density", "0"), "--density must be in (0, 1]"),
+    ],
+)
+def test_misuse_is_told_at_once(flags, says):
+    done = bench(*flags)
+    assert done.returncode == 1 and says in done.stderr and "Traceback" not in done.stderr
+
+
+@permitted
+def test_nothing_is_left_after_an_interrupt():
+    before = interfaces()
+    command = [sys.executable, "-m", "oktopk", "bench", "--workers", "2", "--model", "1e5"]
+    process = subprocess.Popen(
+        [*command, "--seconds", "20"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "noop" in line and "ms/step" not in line:
+            break
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    time.sleep(0.2)
+    assert interfaces() == before

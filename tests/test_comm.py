@@ -16,26 +16,30 @@ from worlds import SIZES
 over_methods = pytest.mark.parametrize("method", METHODS)
 
 
+def words(rank: int, num: int) -> torch.Tensor:
+    return torch.full((num,), rank, dtype=torch.int32)
+
+
 def use_every_collective(where) -> dict:
-    """Call them all; a rank's rows are (rank, n) so that the origin can be seen."""
+    """Call them all; a rank's words are its number, so that the origin can be seen."""
     comm = where if isinstance(where, Comm) else Comm(TorchTransport(where))
-    rank, size = comm.rank, comm.size
+    rank, size, cpu = comm.rank, comm.size, torch.device("cpu")
     counts = [peer % 3 for peer in range(size)]  # some ranks have nothing
-    rows = torch.full((size * rank, 2), rank, dtype=torch.int32)
-    got, lengths = comm.all_to_all(rows, [rank] * size, stage="a")
+    peers = [peer for peer in range(size) if peer != rank]
+    heard = comm.exchange(
+        {peer: words(rank, counts[rank]) for peer in peers},
+        {peer: counts[peer] for peer in peers},
+        stage="c",
+    )
+    after, before = (rank + 1) % size, (rank - 1) % size
     return {
-        "all_to_all": (got.tolist(), lengths),
+        "swap_sizes": comm.swap_sizes([10 * rank + p for p in range(size)], cpu, stage="a"),
         "all_gather": comm.all_gather(torch.tensor([rank, 7]), stage="b").tolist(),
-        "gather_rows": comm.gather_rows(
-            torch.full((counts[rank], 1), rank), counts, stage="c"
-        ).tolist(),
+        "all_gather_size": comm.all_gather_size(rank, cpu, stage="b"),
+        "exchange": {peer: message.tolist() for peer, message in heard.items()},
         "sum_small": comm.sum_small(torch.arange(5) + rank, stage="d").tolist(),
         "sum_nothing": comm.sum_small(torch.arange(0), stage="d").tolist(),
-        "shift": comm.shift(
-            torch.full((rank, 1), rank), (rank + 1) % size, (rank - 1) % size, stage="e"
-        ).tolist()
-        if size > 1
-        else [],
+        "shift": comm.shift(rank, after, before, cpu, stage="e") if size > 1 else 0,
         "all_reduce": comm.all_reduce_(torch.full((5,), float(rank)), stage="f").tolist(),
         "ledger": comm.ledger.stages,
     }
@@ -43,14 +47,14 @@ def use_every_collective(where) -> dict:
 
 def expected(rank: int, size: int) -> dict:
     counts = [peer % 3 for peer in range(size)]
-    before = (rank - 1) % size
     return {
-        "all_to_all": ([[p, p] for p in range(size) for _ in range(p)], list(range(size))),
+        "swap_sizes": [10 * peer + rank for peer in range(size)],
         "all_gather": [[p, 7] for p in range(size)],
-        "gather_rows": [[p] for p in range(size) for _ in range(counts[p])],
+        "all_gather_size": list(range(size)),
+        "exchange": {p: [p] * counts[p] for p in range(size) if p != rank},
         "sum_small": [size * i + size * (size - 1) // 2 for i in range(5)],
         "sum_nothing": [],
-        "shift": [[before]] * before if size > 1 else [],
+        "shift": (rank - 1) % size,
         "all_reduce": [size * (size - 1) / 2] * 5,
         "ledger": expected_ledger(rank, size),
     }
@@ -59,26 +63,18 @@ def expected(rank: int, size: int) -> dict:
 def expected_ledger(rank: int, size: int) -> dict:
     """The documented bill of each collective, by hand."""
     peers, counts = size - 1, [peer % 3 for peer in range(size)]
-    others = size * peers // 2 - rank  # sum of the other ranks' numbers
     share = -(-5 // size)
-    before = (rank - 1) % size
-    ring = size > 1
-    rows = rank * 8
+    headers = Traffic(0, 4 * peers, peers, 0, 4 * peers, peers)
     return {
-        "a": Traffic(
-            rows * peers, 4 * peers, peers + bool(rows) * peers,
-            others * 8, 4 * peers, peers + sum(1 for p in range(1, size) if p != rank),
-        ),
-        "b": Traffic(0, 16 * peers, peers, 0, 16 * peers, peers),
+        "a": headers,
+        "b": headers + Traffic(0, 16 * peers, peers, 0, 16 * peers, peers),
         "c": Traffic(
-            counts[rank] * 8 * peers, 0, bool(counts[rank]) * peers,
-            (sum(counts) - counts[rank]) * 8, 0,
+            counts[rank] * 4 * peers, 0, bool(counts[rank]) * peers,
+            (sum(counts) - counts[rank]) * 4, 0,
             sum(1 for p in range(size) if counts[p] and p != rank),
         ),
         "d": Traffic(0, 2 * share * 8 * peers, 2 * peers, 0, 2 * share * 8 * peers, 2 * peers),
-        **({"e": Traffic(
-            rank * 8, 4, 1 + bool(rank), before * 8, 4, 1 + bool(before)
-        )} if ring else {}),
+        **({"e": Traffic(0, 4, 1, 0, 4, 1)} if size > 1 else {}),
         "f": dense_allreduce(20, size),
     }  # fmt: skip
 
@@ -138,12 +134,16 @@ def test_ledger_is_what_torch_distributed_was_handed(world, P, method):
         assert handed.messages_received == booked.messages_received
 
 
+def plain(*args) -> list:
+    return trajectory(*args, wire="plain")
+
+
 @over_methods
 @pytest.mark.parametrize("P", [1, 2, 5, 8])
 def test_bill_is_the_formula_of_the_docs(world, P, method):
     """Exact equality with docs/algorithms.md, from counts each step reports (fp32)."""
     n, k = 2000, 40
-    ranks = world.run(P, trajectory, method, n, k / n, "heavy", 34, torch.float32)
+    ranks = world.run(P, plain, method, n, k / n, "heavy", 34, torch.float32)
     children = [sum(1 for s in (1, 2, 4) if r % (2 * s) == 0 and r + s < P) for r in range(P)]
     for step, done in enumerate(zip(*ranks, strict=True)):
         stats = [rank.stats for rank in done]

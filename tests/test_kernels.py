@@ -158,7 +158,8 @@ def test_settle_equals_the_reference(form, data, dtypes, divisor):
     residual = data.draw(vectors(dtypes[0], st.integers(0, 60)))
     grad = data.draw(vectors(dtypes[1], st.just(residual.numel())))
     result, local = (data.draw(sparses(0, residual.numel(), dtypes[0])) for _ in range(2))
-    check(form, "settle_", grad, residual, result, local, divisor)
+    factor = data.draw(st.sampled_from([1.0, 1.3]))
+    check(form, "settle_", grad, residual, result, local, divisor, factor)
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -172,7 +173,7 @@ def test_sizes_around_a_word_and_a_block(form, n, dtype):
         check(form, "kth_magnitude", x, k)
     parts = [reference.select(part, 0.75, n)[0] for part in (x, grad, x + grad)]
     check(form, "merge", *joined(parts), 0, n)
-    check(form, "settle_", grad, x, parts[2], parts[0], 3)
+    check(form, "settle_", grad, x, parts[2], parts[0], 3, 1.0)
 
 
 @pytest.mark.parametrize("n", [1, 33, 500])
@@ -233,13 +234,13 @@ def test_merge_adds_in_the_order_of_the_parts(form, order):
 def test_settle_divides_and_clears_what_was_sent_and_came_back(form, grad_dtype):
     grad, residual = torch.ones(8, dtype=grad_dtype), torch.arange(1.0, 9.0)
     result = Sparse(torch.tensor([1, 4, 6], dtype=torch.int32), torch.tensor([1.0, 0.7, 5.0]), 8)
-    local = Sparse(torch.tensor([0, 4, 6], dtype=torch.int32), torch.zeros(3), 8)
-    _, grad, residual, *_ = run(form, "settle_", grad, residual, result, local, 3)
+    local = Sparse(torch.tensor([0, 4, 6], dtype=torch.int32), torch.tensor([1.0, 5, 6.75]), 8)
+    _, grad, residual, *_ = run(form, "settle_", grad, residual, result, local, 3, 1.0)
     quotients = torch.from_numpy(result.values.numpy() / np.float32(3)).to(grad_dtype)
     assert bits(grad) == bits(Sparse(result.indices, quotients, 8).to_dense())
-    assert residual.tolist() == [1, 2, 3, 4, 0, 6, 0, 8]
-    _, grad, residual, *_ = run(form, "settle_", grad, residual, empty(8, residual), local, 3)
-    assert (grad.tolist(), residual.tolist()) == ([0] * 8, [1, 2, 3, 4, 0, 6, 0, 8])
+    assert residual.tolist() == [1, 2, 3, 4, 0, 6, 0.25, 8]  # what rounding took off stays
+    _, grad, residual, *_ = run(form, "settle_", grad, residual, empty(8, residual), local, 3, 1.0)
+    assert (grad.tolist(), residual.tolist()) == ([0] * 8, [1, 2, 3, 4, 0, 6, 0.25, 8])
 
 
 COMPILE = """
@@ -261,7 +262,7 @@ for kernel, *args in [
     (cuda._count_digits, long, 1 << 40, 8, i, torch.iinfo(torch.int64).max, cuda.RADIX),
     (cuda._add_part, f, flag, i, f, 0),
     (cuda._scatter, half, i, half),
-    (cuda._clear_common, f, i, 9, 4, i),
+    (cuda._take_common, f, i, 9, 4, i, f),
 ]:
     assert kernel.warmup(*args, 9, BLOCK=cuda.BLOCK, grid=(1,), **cuda.OPTIONS).asm["cubin"]
 """

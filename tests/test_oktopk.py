@@ -55,7 +55,7 @@ def test_words_do_not_grow_with_the_number_of_ranks(most):
     """The mean over ranks is 4k(P-1)/P words: the same at 8 and at 256 but for (P-1)/P."""
     k, words = 800, {}
     for P, steps in ((8, 12), (32, 6), (most, 2)):
-        ranks = simulated(P, "oktopk", 40_000, 0.02, "heavy", steps, torch.float32)
+        ranks = simulated(P, "oktopk", 40_000, 0.02, "heavy", steps, torch.float32, wire="plain")
         assert_bill_is_bounded(ranks, value_bytes=4)
         payload = [s.stats.bytes_sent - s.stats.bytes_header for done in ranks for s in done]
         words[P] = sum(payload) / len(payload) / 4 / ((P - 1) / P)
@@ -120,20 +120,31 @@ counts_of_ranks = st.lists(st.integers(0, 60), min_size=1, max_size=9)
 @given(counts_of_ranks)
 @settings(max_examples=60, deadline=None)
 def test_balance_changes_who_sends_but_not_what_arrives(counts):
-    rows = [
-        torch.full((num, 2), rank) + torch.arange(num)[:, None] for rank, num in enumerate(counts)
-    ]
+    width = 2 * max(counts) + 1
+    bounds = [rank * width for rank in range(len(counts) + 1)]
+    indices = [bounds[rank] + 2 * torch.arange(num).int() for rank, num in enumerate(counts)]
 
     def both(comm):
         share = torch.tensor([float(comm.rank), 7.0])
-        mine = rows[comm.rank].int()
-        return [balance.gather(mine, counts, share, comm, balanced=b) for b in (False, True)]
+        where = indices[comm.rank]
+        mine = Sparse(where, where.float().sin(), bounds[-1])
+        return [
+            balance.gather(mine, counts, bounds, share, comm, form, balanced=b)
+            for form in ("plain", "bf16")
+            for b in (False, True)
+        ]
 
     riders = [value for rank in range(len(counts)) for value in (float(rank), 7.0)]
-    for (direct, rider), (balanced, same_rider) in simulate(len(counts), both):
-        assert torch.equal(direct, torch.cat(rows).int())
-        assert torch.equal(balanced, direct)
-        assert rider.tolist() == same_rider.tolist() == riders
+    for rank, done in enumerate(simulate(len(counts), both)):
+        everything = torch.cat(indices)
+        for sums in done:
+            assert torch.equal(sums.result.indices, everything)
+            assert sums.rider.tolist() == riders
+        assert torch.equal(done[0].result.values, everything.float().sin())
+        assert torch.equal(done[1].result.values, done[0].result.values)
+        assert torch.equal(done[3].result.values, done[2].result.values)
+        sent = [balance.entries_sent(counts, balanced=b)[rank] for b in (False, True)]
+        assert [sums.sent for sums in done] == sent * 2
 
 
 @given(counts_of_ranks)

@@ -305,7 +305,7 @@ def test_a_failed_exchange_is_undone_at_once(monkeypatch):
         raise oktopk.ExchangeError("a connection is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(reducer.comm, "all_to_all", fail)
+        patched.setattr(reducer.comm, "exchange", fail)
         with pytest.raises(oktopk.ExchangeError):
             reducer.reduce_(grad)
     assert torch.equal(reducer.residual, owed)

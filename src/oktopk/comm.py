@@ -11,7 +11,6 @@ know the sizes, so both leave them out.
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -149,38 +148,36 @@ class Comm:
         mine = self._swap(equal_shares(x, self.size), stage).sum(0, dtype=x.dtype)
         return self.all_gather(mine, stage=stage).view(-1)[: x.numel()]
 
-    def all_to_all(
-        self, rows: Tensor, splits: list[int], *, stage: str, incoming: list[int] | None = None
-    ) -> tuple[Tensor, list[int]]:
-        """Send each peer its run of rows; get theirs, in rank order, with their lengths.
+    def swap_sizes(self, sizes: list[int], device: torch.device, *, stage: str) -> list[int]:
+        """Tell every rank its number and hear theirs, in rank order. Header: 4(P-1) bytes."""
+        return self._hear(self._swap(self._announce(sizes, device).unsqueeze(1), stage))
 
-        Without `incoming` the lengths travel first: one int32 per peer.
+    def exchange(
+        self, outgoing: dict[int, Tensor], sizes: dict[int, int], *, stage: str
+    ) -> dict[int, Tensor]:
+        """Send words to ranks, and get so many words of others; both sides know the sizes.
+
+        Empty messages are not sent; they come back empty. Words are int32.
         """
-        if incoming is None:
-            sizes = self._announce(splits, rows.device)
-            incoming = self._hear(self._swap(sizes.unsqueeze(1), stage))
-        out = rows.new_empty(sum(incoming), *rows.shape[1:])
-        self._exchange(_runs(rows, splits), _runs(out, incoming), stage)
-        return out, incoming
+        device = next((message.device for message in outgoing.values()), torch.device("cpu"))
+        room = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
+        heard = dict(zip(sizes, room.split(list(sizes.values())), strict=True))
+        self._exchange(
+            {rank: message for rank, message in outgoing.items() if message.numel()},
+            {rank: message for rank, message in heard.items() if message.numel()},
+            stage,
+        )
+        return heard
 
-    def gather_rows(self, rows: Tensor, counts: list[int], *, stage: str) -> Tensor:
-        """All ranks' rows in rank order; everyone knows the counts. len(rows)(P-1) rows sent."""
-        assert len(rows) == counts[self.rank], (len(rows), counts, self.rank)
-        out = rows.new_empty(sum(counts), *rows.shape[1:])
-        outgoing = dict.fromkeys(range(self.size), rows) if rows.numel() else {}
-        self._exchange(outgoing, _runs(out, counts), stage)
-        return out
-
-    def shift(self, rows: Tensor, to: int | None, source: int | None, *, stage: str) -> Tensor:
-        """Pass rows to one rank and get another's; None is nobody. One int32 goes ahead."""
-        size = self._announce([len(rows)], rows.device)
-        heard = torch.zeros_like(size)
-        announce = {to: size} if to is not None else {}
+    def shift(
+        self, size: int, to: int | None, source: int | None, device: torch.device, *, stage: str
+    ) -> int:
+        """Tell one rank a number and hear another's; None is nobody, who says 0. One int32."""
+        said = self._announce([size], device)
+        heard = torch.zeros_like(said)
+        announce = {to: said} if to is not None else {}
         self._exchange(announce, {source: heard} if source is not None else {}, stage, header=True)
-        out = rows.new_empty(self._hear(heard)[0], *rows.shape[1:])
-        outgoing = {to: rows} if to is not None and rows.numel() else {}
-        self._exchange(outgoing, {source: out} if source is not None and out.numel() else {}, stage)
-        return out
+        return self._hear(heard)[0]
 
     def _announce(self, sizes: list[int], device: torch.device) -> Tensor:
         """Sizes as a header; their complement, which is negative, while the alarm is raised."""
@@ -207,8 +204,6 @@ class Comm:
         *,
         header: bool = False,
     ) -> None:
-        if self.rank in outgoing:
-            incoming.pop(self.rank).copy_(outgoing.pop(self.rank))
         self._transport.exchange(outgoing, incoming)
         sent = (message.nbytes for message in outgoing.values())
         received = (message.nbytes for message in incoming.values())
@@ -220,13 +215,3 @@ def equal_shares(x: Tensor, size: int) -> Tensor:
     shares = x.new_zeros(size, -(-x.numel() // size))
     shares.view(-1)[: x.numel()] = x
     return shares
-
-
-def _runs(rows: Tensor, lengths: list[int]) -> dict[int, Tensor]:
-    """The run of rows of each rank that has any."""
-    starts = accumulate(lengths, initial=0)
-    return {
-        rank: rows[start : start + length]
-        for rank, (start, length) in enumerate(zip(starts, lengths, strict=False))
-        if length
-    }

@@ -30,6 +30,7 @@ from oktopk.sparse import Sparse, acc_dtype, empty
 from oktopk.stats import Phase, StepStats
 from oktopk.tally import Tally
 from oktopk.undo import Undo
+from oktopk.wire import Form
 
 NEVER = 2**62  # steps
 EARLY = frozenset({0, 1, 2, 4, 8, 16})  # sparse steps after which quotas soon grow old
@@ -94,6 +95,12 @@ class Engine:
         return 0.0 if self.phase == "dense" else self.settings.advance_at(self.step)
 
     @property
+    def _wire(self) -> Form:
+        """At density 1 everything arrives at every step: then it arrives as it is."""
+        every = self.phase == "dense" or self.settings.density_at(self.step) == 1
+        return "plain" if every else self.settings.wire
+
+    @property
     def _sets_quotas(self) -> bool:
         """Whether buckets leave early with a quota that whole steps set."""
         several = len(self.buckets) > 1
@@ -105,6 +112,8 @@ class Engine:
         self.comm.alarm = False
         self._method: Method = METHODS["dense" if self.phase == "dense" else self.settings.method]
         self._whole_step = self.waits_for_all
+        for state in (*self.states, self.whole):
+            state.wire = self._wire
         self._saved = [copy(state) for state in self.states], copy(self.whole), self.quotas
         self._undo = Undo()
         self._grads: dict[int, Tensor] = {}
@@ -131,7 +140,7 @@ class Engine:
                 local = self._inspected(local, k, residual, rider)
         with self._tally.clock("exchange"):
             exchanged = self._method.exchange(local, rider, k, state, self.comm)
-        self._tally.moved[bucket] = local, exchanged
+        self._tally.moved[bucket] = exchanged
 
     def finish(self, waited_since: float | None = None) -> StepStats:
         """End the step: apply it on all ranks, or on none. Every bucket must have been fed."""
@@ -147,8 +156,8 @@ class Engine:
             if skipped:
                 self._skip()
             else:
-                for bucket, (local, exchanged) in self._tally.moved.items():
-                    self._settle(bucket, local, exchanged)
+                for bucket, exchanged in self._tally.moved.items():
+                    self._settle(bucket, exchanged)
                 self._undo.release()
         self._open = False
         num_riding = 0 if self.phase == "dense" else self.num_dense
@@ -256,27 +265,28 @@ class Engine:
             exchanged = self._method.exchange(local, rider, k, state, self.comm)
             sums = exchanged.rider.split([bucket.num_dense for bucket in self.buckets])
             for bucket, (lo, hi) in enumerate(pairwise(self.starts)):
-                part = Exchanged(
+                self._tally.moved[bucket] = Exchanged(
                     narrow(exchanged.result, lo, hi),
+                    narrow(exchanged.offered, lo, hi),
                     sums[bucket],
                     tuple(narrow(cut, lo, hi) for cut in exchanged.returned),
                     exchanged.imbalance,
+                    exchanged.sent if bucket == 0 else 0,  # all of it, once
                 )
-                self._tally.moved[bucket] = narrow(local, lo, hi), part
         if self._sets_quotas:
             self._set_quotas(k)
 
     def _set_quotas(self, k: int) -> None:
         """Share k as the result was shared; every bucket starts at the model's thresholds."""
-        counts = [exchanged.result.num for _, exchanged in self._tally.moved.values()]
+        counts = [exchanged.result.num for exchanged in self._tally.moved.values()]
         most = [bucket.numel - bucket.num_dense for bucket in self.buckets]
         self.quotas = share_out(k, counts, most)
         for state in self.states:
             state.local, state.result = self.whole.local, self.whole.result
 
-    def _settle(self, bucket: int, local: Sparse, exchanged: Exchanged) -> None:
+    def _settle(self, bucket: int, exchanged: Exchanged) -> None:
         grad = self._grads[bucket]
-        settle_(grad, self.residual_of(bucket), local, exchanged, self.comm.size, self._advance)
+        settle_(grad, self.residual_of(bucket), exchanged, self.comm.size, self._advance)
         ranges = self.buckets[bucket].dense if self.phase == "sparse" else ()
         sums = exchanged.rider.split([end - start for start, end in ranges]) if ranges else ()
         for (start, end), total in zip(ranges, sums, strict=True):

@@ -102,9 +102,7 @@ class LateMoments:
             return
         if self._settings.late_moments:
             self._take_in(stats.step)
-        # while the density still falls little is late, and a run's first steps need the average
-        settled = self._settings.density_at(stats.step) == self._settings.density
-        if self._settings.beta1 is not None and settled:
+        if self._settings.beta1 is not None:
             self._relieve(self._settings.beta1)
 
     def _after(self) -> None:

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
 from oktopk.methods import METHODS
+from oktopk.wire import Form
 
 Scope = Literal["model", "bucket"]
 OnNonfinite = Literal["skip", "raise", "deliver"]
@@ -36,8 +37,8 @@ class Settings:
     (1 - density), so that at density 1 nothing is late and nothing is advanced. O(k)."""
 
     beta1: float | None = None
-    """Cap on Adam's first beta once the density has come down: what was saved up is an average
-    already, and a second one over it only delays. Needs `attach(..., optimizer=...)`; None leaves
+    """Cap on Adam's first beta in the sparse phase: what was saved up is an average already, and
+    a second one over it only delays. Needs `attach(..., optimizer=...)`; None leaves
     it alone."""
 
     late_moments: bool = False
@@ -49,6 +50,11 @@ class Settings:
 
     bounds_every: int = 64
     """Steps between agreements on the region bounds (`oktopk`; tau of the paper)."""
+
+    wire: Form = "bf16"
+    """How entries travel: `plain` (64 bits each), or with packed indices and values as `fp32`,
+    `bf16`, `fp16` or `int8`. What rounding takes off stays in the residual. float64 gradients, and
+    all at density 1, travel plain."""
 
     scope: Scope = "model"
     """Choose the k largest of the whole model, or of every bucket by itself."""
@@ -70,7 +76,11 @@ class Settings:
             raise ValueError(f"advance must be in [0, 1], got {self.advance}")
         if self.beta1 is not None and not 0 <= self.beta1 < 1:
             raise ValueError(f"beta1 must be in [0, 1), or None, got {self.beta1}")
-        for name, allowed in {"scope": Scope, "on_nonfinite": OnNonfinite}.items():
+        for name, allowed in {
+            "wire": Form,
+            "scope": Scope,
+            "on_nonfinite": OnNonfinite,
+        }.items():
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(
                     f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}"

@@ -17,10 +17,10 @@ from oktopk.stats import StepStats
 
 
 class Tally:
-    """The locals and results of the buckets, the seconds, and the ledger since the step began."""
+    """What the buckets exchanged, the seconds, and the ledger since the step began."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self.moved: dict[int, tuple[Sparse, Exchanged]] = {}
+        self.moved: dict[int, Exchanged] = {}
         self._ledger = ledger
         self._before = ledger.snapshot()
         self._start = perf_counter()
@@ -36,15 +36,15 @@ class Tally:
 
     def note_thresholds(self) -> None:
         """To be called before results are settled: a dense one is the gradient's own memory."""
-        pairs = self.moved.values()
+        moved = self.moved.values()
         self._thresholds = (
-            smallest_magnitude([local for local, _ in pairs]),
-            smallest_magnitude([exchanged.result for _, exchanged in pairs]),
+            smallest_magnitude([exchanged.offered for exchanged in moved]),
+            smallest_magnitude([exchanged.result for exchanged in moved]),
         )
 
     def is_finite(self, dtypes: dict[int, torch.dtype], divisor: float) -> bool:
         """Whether all sums are, and their averages in the dtype of their bucket."""
-        for bucket, (_, exchanged) in self.moved.items():
+        for bucket, exchanged in self.moved.items():
             for sums in (exchanged.result.values, exchanged.rider):
                 # an average is finite if its sum is, unless it is delivered in fewer bits
                 same = sums.dtype == dtypes[bucket]
@@ -58,20 +58,20 @@ class Tally:
         """The statistics; `riding` entries travelled dense, beside the selected ones."""
         traffic = self._ledger.since(self._before)
         total = sum(traffic.values(), Traffic())
-        pairs = self.moved.values()
+        moved = self.moved.values()
         applied = not facts["skipped"]
         return StepStats(
             **facts,
-            local=sum(local.num for local, _ in pairs) + riding,
-            result=(sum(e.result.num for _, e in pairs) + riding) * applied,
+            local=sum(e.offered.num for e in moved) + riding,
+            result=(sum(e.result.num for e in moved) + riding) * applied,
             local_threshold=self._thresholds[0],
             global_threshold=self._thresholds[1],
-            imbalance=max((e.imbalance for _, e in pairs), default=1.0),
+            imbalance=max((e.imbalance for e in moved), default=1.0),
             bytes_sent=total.sent,
             bytes_header=total.header_sent,
             bytes_received=total.received,
             bytes_dense=dense_allreduce(facts["numel"] * itemsize, size).sent,
-            entries_sent=sum(e.sent for _, e in pairs),
+            entries_sent=sum(e.sent for e in moved),
             messages=total.messages_sent,
             stages={stage: part for stage, part in traffic.items() if part != Traffic()},
             **self._seconds,

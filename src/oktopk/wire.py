@@ -1,34 +1,141 @@
-"""How a `Sparse` becomes bytes.
+"""How entries become words of 32 bits, and come back.
 
-The plain form is one int32 row per entry: the index, then the bits of the value (one word for
-float32, two for float64). Rows of one selection ascend, so a run of rows is a message as it stands
-and nothing is copied together per peer. Indices never pass through a float.
+A run is a number of entries, ascending, in an index range that both sides know. So both know its
+size in words, whatever the entries are: no size has to travel, and nothing can be misread.
+
+Indices are packed as Elias and Fano did: the low bits of each as they are, the high bits as gaps in
+a string with a one for each entry. That takes 2 + log2(range / entries) bits at most, 7.6 at 2 %,
+is exact at any density and needs no escapes. Values are fp32, or fewer bits; what rounding takes
+off never leaves the sender's residual. Where packing would not make a run smaller it is plain: the
+value bits and the index, a word each for fp32.
+
+Indices never pass through a float.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from oktopk.sparse import Sparse
+from oktopk import kernels
 
 WORD = 4  # bytes
+BITS = 8 * WORD
+BLOCK = 256  # 8-bit values that share a scale
+
+Form = Literal["plain", "fp32", "bf16", "fp16", "int8"]
+VALUES: dict[Form, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.int8,
+}
 
 
-def words_per_value(dtype: torch.dtype) -> int:
-    return dtype.itemsize // WORD
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` entries with lo <= index < hi."""
+
+    count: int
+    lo: int
+    hi: int
+
+    @property
+    def low_bits(self) -> int:
+        """Bits of an index that are sent as they are."""
+        return max(((self.hi - self.lo) // self.count).bit_length() - 1, 0) if self.count else 0
+
+    @property
+    def low_words(self) -> int:
+        return -(-self.count * self.low_bits // BITS)
+
+    @property
+    def high_words(self) -> int:
+        bits = self.count + ((self.hi - self.lo - 1) >> self.low_bits) + 1
+        return -(-bits // BITS)
 
 
-def pack(sparse: Sparse) -> Tensor:
-    """Rows of (index, value bits). O(num)."""
-    assert sparse.indices is not None
-    words = words_per_value(sparse.values.dtype)
-    bits = sparse.values.view(torch.int32).view(sparse.num, words)
-    return torch.cat([sparse.indices.unsqueeze(1), bits], dim=1)
+def value_words(count: int, form: Form) -> int:
+    """Words of so many packed values."""
+    words = -(-count * VALUES[form].itemsize // WORD)
+    return words + (-(-count // BLOCK) if form == "int8" else 0)
 
 
-def unpack(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Indices and values of packed rows, bit for bit. O(num)."""
-    # a copy even of a single row: its values must be aligned to be read as another type
-    values = rows[:, 1:].clone(memory_format=torch.contiguous_format).view(dtype).view(-1)
-    return rows[:, 0].contiguous(), values
+def num_words(run: Run, form: Form, dtype: torch.dtype) -> int:
+    """The size of a run of values of `dtype`; what both sides know without a message."""
+    plain = run.count * (1 + dtype.itemsize // WORD)
+    if form == "plain" or not run.count:
+        return plain
+    return min(plain, value_words(run.count, form) + run.low_words + run.high_words)
+
+
+def encode(indices: Tensor, values: Tensor, run: Run, form: Form, out: Tensor) -> Tensor:
+    """Write a run into `out`, which has `num_words`; the values as the other side will read them.
+
+    O(num). The values come back as they are, the same tensor, when the form loses nothing.
+    """
+    if not run.count:
+        return values
+    coded = _coded(values, form)
+    if out.numel() == run.count * (1 + values.dtype.itemsize // WORD):
+        arrive = values if coded is None else _decoded(coded, run.count, form, values.dtype)
+        out[: -run.count] = arrive.contiguous().view(torch.int32)
+        out[-run.count :] = indices
+        return arrive
+    assert coded is not None
+    low, high = out[coded.numel() :].split([run.low_words, run.high_words])
+    out[: coded.numel()] = coded
+    kernels.encode_indices(indices, run.lo, run.low_bits, low, high)
+    return _decoded(coded, run.count, form, values.dtype)
+
+
+def decode(words: Tensor, run: Run, form: Form, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The indices and values of a run. O(num)."""
+    if words.numel() == run.count * (1 + dtype.itemsize // WORD):
+        values, indices = words.split([words.numel() - run.count, run.count])
+        return indices, values.clone().view(dtype)  # a copy is aligned for any type
+    coded, low, high = words.split([value_words(run.count, form), run.low_words, run.high_words])
+    indices = kernels.decode_indices(low, high, run.lo, run.low_bits, run.count)
+    return indices, _decoded(coded, run.count, form, dtype)
+
+
+def _coded(values: Tensor, form: Form) -> Tensor | None:
+    """Values as words; None for the plain form."""
+    if form == "plain":
+        return None
+    if form == "int8":
+        return _in_blocks(values.float())
+    narrow = values.to(VALUES[form])
+    return _as_words(narrow)
+
+
+def _decoded(coded: Tensor, count: int, form: Form, dtype: torch.dtype) -> Tensor:
+    if form == "int8":
+        num_blocks = -(-count // BLOCK)
+        scales = coded[:num_blocks].view(torch.float32)
+        steps = coded[num_blocks:].clone().view(torch.int8)[:count]
+        return (steps * scales.repeat_interleave(BLOCK)[:count]).to(dtype)
+    return coded.view(VALUES[form])[:count].to(dtype)
+
+
+def _in_blocks(values: Tensor) -> Tensor:
+    """A scale per block, then a byte per value: the nearest of 255 multiples of the scale."""
+    num_blocks = -(-values.numel() // BLOCK)
+    padded = values.new_zeros(num_blocks, BLOCK)
+    padded.view(-1)[: values.numel()] = values
+    scales = padded.abs().amax(1, keepdim=True) / 127
+    # a block of zeros has no scale, and a denormal one no multiples
+    steps = torch.where(scales > 0, padded / scales, 0).round_().clamp_(-127, 127).to(torch.int8)
+    return torch.cat(
+        [scales.view(-1).view(torch.int32), _as_words(steps.view(-1)[: values.numel()])]
+    )
+
+
+def _as_words(narrow: Tensor) -> Tensor:
+    per_word = WORD // narrow.dtype.itemsize
+    if short := -narrow.numel() % per_word:
+        narrow = torch.cat([narrow, narrow.new_zeros(short)])
+    return narrow.contiguous().view(torch.int32)

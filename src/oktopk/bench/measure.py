@@ -73,7 +73,12 @@ def measure(
 ) -> Row:
     """Run one contender; every rank must call it. The same row on every rank, but for `parts`."""
     contender = CONTENDERS[name]
-    model = DistributedDataParallel(stream, init_sync=False, gradient_as_bucket_view=True, **cap)
+    model = DistributedDataParallel(
+        stream,
+        init_sync=False,
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=contender.bucket_mb,  # type: ignore[arg-type] - None is as DDP does it
+    )
     handle = contender.hook(model, settings)
 
     def step() -> float:

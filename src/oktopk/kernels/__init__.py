@@ -72,9 +72,28 @@ def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) 
     return form(values.device.type).merge(indices, values, splits, lo, hi)
 
 
-def settle_(grad: Tensor, residual: Tensor, result: Sparse, local: Sparse, divisor: int) -> None:
-    """`grad` becomes `result / divisor`; `residual` becomes 0 where `local` and `result` meet.
+def settle_(
+    grad: Tensor,
+    residual: Tensor,
+    result: Sparse,
+    offered: Sparse,
+    divisor: int,
+    factor: float = 1.0,
+) -> None:
+    """`grad` becomes `result * factor / divisor`; where `offered` and `result` meet, `residual`
+    is less by `offered * factor`, which is 0 for what was offered whole.
 
-    One write of n, then O(|result| + |local|).
+    One write of n, then O(|result| + |offered|).
     """
-    form(grad.device.type).settle_(grad, residual, result, local, divisor)
+    form(grad.device.type).settle_(grad, residual, result, offered, divisor, factor)
+
+
+def encode_indices(indices: Tensor, lo: int, low_bits: int, low: Tensor, high: Tensor) -> None:
+    """Ascending indices from `lo` on as Elias-Fano words: their low bits, and a one for each at
+    `((index - lo) >> low_bits) + its number`. O(num)."""
+    form(indices.device.type).encode_indices(indices, lo, low_bits, low, high)
+
+
+def decode_indices(low: Tensor, high: Tensor, lo: int, low_bits: int, count: int) -> Tensor:
+    """The `count` int32 indices that `encode_indices` wrote. O(num)."""
+    return form(low.device.type).decode_indices(low, high, lo, low_bits, count)

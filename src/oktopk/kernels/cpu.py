@@ -134,22 +134,65 @@ def _merge(indices, values, lo, sums, touched, out_indices, out_values):
 
 
 @compiled
-def _scatter(grad, indices, values, divisor):
+def _scatter(grad, indices, values, factor, divisor):
     for i in range(indices.size):
-        grad[indices[i]] = values[i] / divisor
+        grad[indices[i]] = values[i] * factor / divisor
 
 
 @compiled
-def _clear_common(residual, ours, result):
-    """Zero `residual` at the indices both lists have; both ascend, so one walk finds them."""
+def _take_common(residual, indices, values, result, factor):
+    """Take `values` off at the indices both lists have; both ascend, so one walk finds them."""
     i = 0
     for j in range(result.size):
-        while i < ours.size and ours[i] < result[j]:
+        while i < indices.size and indices[i] < result[j]:
             i += 1
-        if i == ours.size:
+        if i == indices.size:
             return
-        if ours[i] == result[j]:
-            residual[result[j]] = 0
+        if indices[i] == result[j]:
+            residual[result[j]] -= values[i] * factor
+
+
+@compiled
+def _encode_indices(indices, lo, low_bits, low, high):
+    held, filled, word = np.uint64(0), np.uint64(0), 0
+    bits = np.uint64(low_bits)
+    mask = (np.uint64(1) << bits) - np.uint64(1)
+    full = np.uint64(32)
+    high[:] = 0
+    for i in range(indices.size):
+        offset = np.uint64(indices[i] - lo)
+        held |= (offset & mask) << filled
+        filled += bits
+        if filled >= full:
+            low[word] = np.uint32(held & np.uint64(0xFFFFFFFF))
+            word += 1
+            held >>= full
+            filled -= full
+        at = np.intp(offset >> bits) + i
+        high[at >> 5] |= np.uint32(1) << np.uint32(at & 31)
+    if filled:
+        low[word] = np.uint32(held)
+
+
+@compiled
+def _decode_indices(low, high, lo, low_bits, out):
+    held, filled, word, count = np.uint64(0), np.uint64(0), 0, 0
+    bits = np.uint64(low_bits)
+    mask = (np.uint64(1) << bits) - np.uint64(1)
+    full = np.uint64(32)
+    for at in range(high.size):
+        ones = high[at]
+        while ones and count < out.size:
+            if filled < bits:
+                held |= np.uint64(low[word]) << filled
+                word += 1
+                filled += full
+            upper = at * 32 + np.intp(lowest_bit(ones)) - count
+            out[count] = lo + ((upper << low_bits) | np.intp(held & mask))
+            held >>= bits
+            filled -= bits
+            ones &= ones - np.uint32(1)
+            count += 1
 
 
 def all_finite(x: Tensor) -> bool:
@@ -228,13 +271,28 @@ def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) 
     return Sparse(out_indices[:num], out_values[:num], hi)
 
 
-def settle_(grad: Tensor, residual: Tensor, result: Sparse, local: Sparse, divisor: int) -> None:
-    assert result.indices is not None and local.indices is not None
-    ours, theirs = local.indices.numpy(), result.indices.numpy()
+def settle_(
+    grad: Tensor, residual: Tensor, result: Sparse, offered: Sparse, divisor: int, factor: float
+) -> None:
+    assert result.indices is not None and offered.indices is not None
+    number = result.values.numpy().dtype.type
+    indices = result.indices.numpy()
     grad.zero_()
     if grad.dtype == result.values.dtype:
-        level = result.values.numpy().dtype.type(divisor)
-        _scatter(grad.numpy(), theirs, result.values.numpy(), level)
+        _scatter(grad.numpy(), indices, result.values.numpy(), number(factor), number(divisor))
     else:
-        grad[result.indices.long()] = (result.values / divisor).to(grad.dtype)
-    _clear_common(residual.numpy(), ours, theirs)
+        grad[result.indices.long()] = (result.values * factor / divisor).to(grad.dtype)
+    ours = offered.indices.numpy(), offered.values.numpy()
+    _take_common(residual.numpy(), *ours, indices, number(factor))
+
+
+def encode_indices(indices: Tensor, lo: int, low_bits: int, low: Tensor, high: Tensor) -> None:
+    words = low.numpy().view(np.uint32), high.numpy().view(np.uint32)
+    _encode_indices(indices.numpy(), lo, low_bits, *words)
+
+
+def decode_indices(low: Tensor, high: Tensor, lo: int, low_bits: int, count: int) -> Tensor:
+    indices = torch.empty(count, dtype=torch.int32)
+    words = low.numpy().view(np.uint32), high.numpy().view(np.uint32)
+    _decode_indices(*words, lo, low_bits, indices.numpy())
+    return indices

@@ -15,7 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oktopk.kernels.reference import all_finite as all_finite  # torch has no faster way
+# torch has no faster way to look for a NaN; the bits of indices could be faster in Triton
+from oktopk.kernels.reference import all_finite as all_finite
+from oktopk.kernels.reference import decode_indices as decode_indices
+from oktopk.kernels.reference import encode_indices as encode_indices
 from oktopk.sparse import Sparse
 
 BLOCK = 4096  # values per program
@@ -111,10 +114,12 @@ def _scatter(out, indices, values, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _clear_common(residual, result, num_result, num_halvings, local, n, BLOCK: tl.constexpr):
-    """Zero `residual` at the indices of `local` that a binary search finds in `result`."""
+def _take_common(
+    residual, result, num_result, num_halvings, indices, values, n, BLOCK: tl.constexpr
+):
+    """Take `values` off `residual` at those of `indices` that a binary search finds in `result`."""
     at = _positions(BLOCK)
-    wanted = tl.load(local + at, at < n, other=-1)
+    wanted = tl.load(indices + at, at < n, other=-1)
     low = tl.zeros([BLOCK], tl.int32)
     high = low + num_result
     for _ in range(num_halvings):
@@ -123,7 +128,9 @@ def _clear_common(residual, result, num_result, num_halvings, local, n, BLOCK: t
         low = tl.where(above, middle + 1, low)
         high = tl.where(above, high, middle)
     found = tl.load(result + low, low < num_result, other=-1)
-    tl.store(residual + wanted, 0.0, (at < n) & (found == wanted))
+    common = (at < n) & (found == wanted)
+    left = tl.load(residual + wanted, common) - tl.load(values + at, common)
+    tl.store(residual + wanted, left, common)
 
 
 def _launch(kernel: triton.JITFunction, n: int, *args: Tensor | int) -> None:
@@ -211,13 +218,17 @@ def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) 
     return Sparse(merged.indices + lo, merged.values, hi)
 
 
-def settle_(grad: Tensor, residual: Tensor, result: Sparse, local: Sparse, divisor: int) -> None:
-    assert result.indices is not None and local.indices is not None
+def settle_(
+    grad: Tensor, residual: Tensor, result: Sparse, offered: Sparse, divisor: int, factor: float
+) -> None:
+    assert result.indices is not None and offered.indices is not None
     # divided by a tensor: by a number, torch multiplies with the reciprocal on a GPU, which rounds
     # twice; and in torch, since Triton's own division is approximate
-    quotients = (result.values / result.values.new_full((), divisor)).to(grad.dtype)
+    quotients = (result.values * factor / result.values.new_full((), divisor)).to(grad.dtype)
     grad.zero_()
     _launch(_scatter, result.num, grad, result.indices, quotients)
     num_halvings = result.num.bit_length()
-    args = residual, result.indices, result.num, num_halvings, local.indices
-    _launch(_clear_common, local.num, *args)
+    # multiplied in torch: Triton would fuse it with the subtraction, which rounds once
+    taken = offered.values * factor
+    args = residual, result.indices, result.num, num_halvings, offered.indices, taken
+    _launch(_take_common, offered.num, *args)

@@ -49,10 +49,43 @@ def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) 
     return Sparse((where + lo).int(), sums[where], hi)
 
 
-def settle_(grad: Tensor, residual: Tensor, result: Sparse, local: Sparse, divisor: int) -> None:
-    assert result.indices is not None and local.indices is not None
+def settle_(
+    grad: Tensor, residual: Tensor, result: Sparse, offered: Sparse, divisor: int, factor: float
+) -> None:
+    assert result.indices is not None and offered.indices is not None
     # by a tensor: by a number, CUDA multiplies with the reciprocal, which rounds twice
-    quotients = result.values / result.values.new_full((), divisor)
+    quotients = result.values * factor / result.values.new_full((), divisor)
     grad.zero_()
     grad[result.indices.long()] = quotients.to(grad.dtype)
-    residual[local.indices[torch.isin(local.indices, result.indices)].long()] = 0
+    common = torch.isin(offered.indices, result.indices)
+    residual[offered.indices[common].long()] -= offered.values[common] * factor
+
+
+def encode_indices(indices: Tensor, lo: int, low_bits: int, low: Tensor, high: Tensor) -> None:
+    offsets = indices.long() - lo
+    places = torch.arange(low_bits, device=indices.device)
+    low.copy_(_words((offsets.unsqueeze(1) >> places).bitwise_and_(1).view(-1), low.numel()))
+    ones = torch.zeros(high.numel() * 32, dtype=torch.int64, device=indices.device)
+    ones[(offsets >> low_bits) + torch.arange(len(indices), device=indices.device)] = 1
+    high.copy_(_words(ones, high.numel()))
+
+
+def decode_indices(low: Tensor, high: Tensor, lo: int, low_bits: int, count: int) -> Tensor:
+    numbers = torch.arange(count, device=low.device)
+    upper = _bits(high).nonzero().squeeze(1)[:count] - numbers
+    places = torch.arange(low_bits, device=low.device)
+    lower = (_bits(low)[: count * low_bits].view(count, low_bits) << places).sum(1)
+    return ((upper << low_bits) + lower + lo).int()
+
+
+def _words(bits: Tensor, num_words: int) -> Tensor:
+    """Bits as 32-bit words, the first lowest, zeros at the end."""
+    padded = bits.new_zeros(num_words * 32)
+    padded[: bits.numel()] = bits
+    places = torch.arange(32, device=bits.device)
+    return (padded.view(num_words, 32) << places).sum(1).to(torch.int32)
+
+
+def _bits(words: Tensor) -> Tensor:
+    places = torch.arange(32, device=words.device)
+    return (words.long().unsqueeze(1) >> places).bitwise_and_(1).view(-1)

@@ -8,13 +8,16 @@ moves. What comes back is in index order, so the result is the same with and wit
 from __future__ import annotations
 
 from bisect import bisect_right
-from itertools import accumulate
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from oktopk import wire
 from oktopk.comm import Comm
-from oktopk.methods.regions import gather_with_share
+from oktopk.methods import letters
+from oktopk.sparse import Sparse
+from oktopk.wire import Form, Run
 
 UNEVEN = 4  # the paper's rule: balance when the largest share is over 4 times the mean
 
@@ -91,43 +94,124 @@ def affordable(outside: list[int], k: int) -> int:
     return bisect_right(range(1, k + 1), budget, key=worst)
 
 
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What every rank has after the gather, the same bits on each."""
+
+    result: Sparse
+    rider: Tensor
+    """All shares of the riders, one after the other."""
+
+    lost: Sparse | None
+    """What rounding took off the sums of this rank; None when the form loses nothing."""
+
+    sent: int
+    """Entries this rank sent."""
+
+
 def gather(
-    rows: Tensor, counts: list[int], share: Tensor, comm: Comm, *, balanced: bool
-) -> tuple[Tensor, Tensor]:
-    """Everyone's rows in rank order, and the riders. Sends `entries_sent` rows, and riders."""
-    if not balanced:
-        return gather_with_share(rows, counts, share, comm)
-    moves = surplus_moves(counts)
-    shares = even_shares(sum(counts), comm.size)
-    kept = min(counts[comm.rank], shares[comm.rank])
-    received = _hand_over(rows[kept:], moves, comm)
-    block = torch.cat([rows[:kept], received])
-    blocks, rider = gather_with_share(block, shares, share, comm)
-    return torch.cat(_in_rank_order(blocks, counts, moves)), rider
+    kept: Sparse,
+    counts: list[int],
+    bounds: list[int],
+    share: Tensor,
+    comm: Comm,
+    form: Form,
+    *,
+    balanced: bool = False,
+) -> Gathered:
+    """Everyone's sums in index order, and the riders. Sends `entries_sent` entries, and riders.
+
+    A sum is encoded once, by its owner, and all ranks read those words: so all have the same bits.
+    """
+    dtype, rank = kept.values.dtype, comm.rank
+    runs = _pieces(counts, bounds, surplus_moves(counts) if balanced else [])
+    words, arriving = _encoded(
+        kept, [(key, run) for key, run in runs.items() if key[0] == rank], form
+    )
+    if balanced:
+        handed = {target: piece for (_, target), piece in words.items() if target != rank}
+        sizes = {
+            source: wire.num_words(run, form, dtype)
+            for (source, holder), run in runs.items()
+            if holder == rank != source
+        }
+        heard = comm.exchange(handed, sizes, stage="balance")
+        words |= {(source, rank): piece for source, piece in heard.items()}
+    held = [key for key in sorted(runs) if key[1] == rank]
+    block = torch.cat([*(words[key] for key in held), share.contiguous().view(torch.int32)])
+    pieces, riders = _read_blocks(block, runs, share, comm, form)
+    parts = [pieces[key] for key in runs]
+    result = Sparse(
+        torch.cat([indices for indices, _ in parts]),
+        torch.cat([values for _, values in parts]),
+        kept.numel,
+    )
+    lost = None
+    if form != "plain":
+        lost = Sparse(kept.indices, kept.values - arriving, kept.numel)
+    given = sum(run.count for (source, holder), run in runs.items() if source == rank != holder)
+    sent = given + (comm.size - 1) * sum(runs[key].count for key in held)
+    return Gathered(result, torch.cat(riders), lost, sent)
 
 
-def _hand_over(surplus: Tensor, moves: list[tuple[int, int, int]], comm: Comm) -> Tensor:
-    outgoing, incoming = [0] * comm.size, [0] * comm.size
-    for source, target, num in moves:
-        if source == comm.rank:
-            outgoing[target] = num
-        if target == comm.rank:
-            incoming[source] = num
-    return comm.all_to_all(surplus, outgoing, stage="balance", incoming=incoming)[0]
+Key = tuple[int, int]
+"""The owner of a piece of the result, and who holds it when it is gathered."""
 
 
-def _in_rank_order(
-    blocks: Tensor, counts: list[int], moves: list[tuple[int, int, int]]
-) -> list[Tensor]:
-    """Cut gathered blocks into pieces, ordered as if nothing had moved."""
-    shares = even_shares(sum(counts), len(counts))
-    starts = [0, *accumulate(shares)][:-1]
-    pieces, filled = {}, []
-    for rank, (count, share) in enumerate(zip(counts, shares, strict=True)):
-        filled.append(min(count, share))
-        pieces[rank, -1] = blocks[starts[rank] : starts[rank] + filled[rank]]
-    for source, target, num in moves:
-        start = starts[target] + filled[target]
-        pieces[source, target] = blocks[start : start + num]
-        filled[target] += num
-    return [pieces[key] for key in sorted(pieces)]
+def _pieces(
+    counts: list[int], bounds: list[int], moves: list[tuple[int, int, int]]
+) -> dict[Key, Run]:
+    """All pieces in index order: what an owner keeps comes before what it hands over."""
+    left = list(counts)
+    for source, _, num in moves:
+        left[source] -= num
+    keys = sorted(
+        [(rank, -1, rank, num) for rank, num in enumerate(left)]
+        + [(source, target, target, num) for source, target, num in moves]
+    )
+    return {
+        (source, holder): Run(num, bounds[source], bounds[source + 1])
+        for source, _, holder, num in keys
+    }
+
+
+def _encoded(
+    kept: Sparse, mine: list[tuple[Key, Run]], form: Form
+) -> tuple[dict[Key, Tensor], Tensor]:
+    """My pieces as words, and all my values as they will arrive."""
+    assert kept.indices is not None
+    num = [run.count for _, run in mine]
+    words, arriving = {}, []
+    for (key, run), indices, values in zip(
+        mine, kept.indices.split(num), kept.values.split(num), strict=True
+    ):
+        words[key], arrives = letters.write(indices, values, run, form, values[:0])
+        arriving.append(arrives)
+    return words, torch.cat(arriving)
+
+
+def _read_blocks(
+    block: Tensor, runs: dict[Key, Run], share: Tensor, comm: Comm, form: Form
+) -> tuple[dict[Key, tuple[Tensor, Tensor]], list[Tensor]]:
+    """Send my block to all; the pieces and the riders of all blocks."""
+    dtype = share.dtype
+    held = {rank: [key for key in sorted(runs) if key[1] == rank] for rank in range(comm.size)}
+    widths = {
+        rank: [
+            *(wire.num_words(runs[key], form, dtype) for key in keys),
+            share.numel() * (dtype.itemsize // wire.WORD),
+        ]
+        for rank, keys in held.items()
+    }
+    peers = [rank for rank in range(comm.size) if rank != comm.rank]
+    blocks = comm.exchange(
+        dict.fromkeys(peers, block), {rank: sum(widths[rank]) for rank in peers}, stage="gather"
+    )
+    blocks[comm.rank] = block
+    pieces, riders = {}, []
+    for rank, keys in held.items():
+        *parts, rider = blocks[rank].split(widths[rank])
+        for key, words in zip(keys, parts, strict=True):
+            pieces[key] = wire.decode(words, runs[key], form, dtype)
+        riders.append(rider.clone().view(dtype))
+    return pieces, riders

@@ -14,20 +14,14 @@ from torch import Tensor
 
 from oktopk import kernels, wire
 from oktopk.comm import Comm
-from oktopk.methods import balance, riders
+from oktopk.methods import balance, letters
 from oktopk.methods.agreement import select_globally
-from oktopk.methods.regions import (
-    agreed_bounds,
-    equal_bounds,
-    gather_with_share,
-    one_owner_bounds,
-    split_reduce,
-    unpacked,
-)
-from oktopk.methods.riders import in_rank_order
+from oktopk.methods.letters import in_rank_order
+from oktopk.methods.regions import agreed_bounds, equal_bounds, one_owner_bounds, split_reduce
 from oktopk.methods.selection import top
 from oktopk.methods.state import State
 from oktopk.sparse import Sparse, empty
+from oktopk.wire import Form, Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +31,14 @@ class Exchanged:
     result: Sparse
     """The same bits on every rank."""
 
+    offered: Sparse
+    """What this rank offered, as it arrived: rounded where the wire form rounds."""
+
     rider: Tensor
     """The sum of what travelled whole, the same bits on every rank."""
 
     returned: tuple[Sparse, ...] = ()
-    """Sums that were cut off on this rank though their index is in the result."""
+    """What was taken off sums on this rank though their index is in the result."""
 
     imbalance: float = 1.0
     """Largest share of the result over the mean share."""
@@ -53,17 +50,29 @@ class Exchanged:
 def dense(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -> Exchanged:
     """Sum everything. One allreduce: 2n(P-1)/P words."""
     total = comm.all_reduce_(local.values, stage="dense")
-    return Exchanged(Sparse(None, total, local.numel), rider)
+    return Exchanged(Sparse(None, total, local.numel), local, rider)
 
 
 def allgather(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -> Exchanged:
     """Gather every rank's selection and sum it here. 2k(P-1) words: grows with P."""
+    form, dtype = _form(local, state), local.values.dtype
+    assert local.indices is not None
     counts = comm.all_gather_size(local.num, local.values.device, stage="counts")
-    rows, parts = gather_with_share(wire.pack(local), counts, rider, comm)
-    indices, values = wire.unpack(rows, local.values.dtype)
-    result = kernels.merge(indices, values, counts, 0, local.numel)
-    total = in_rank_order(parts.view(comm.size, rider.numel()))
-    return Exchanged(result, total, imbalance=_imbalance(counts))
+    runs = [Run(count, 0, local.numel) for count in counts]
+    mine, arriving = letters.write(local.indices, local.values, runs[comm.rank], form, rider)
+    peers = [peer for peer in range(comm.size) if peer != comm.rank]
+    sizes = {peer: letters.size(runs[peer], form, dtype, rider.numel()) for peer in peers}
+    heard = comm.exchange(dict.fromkeys(peers, mine), sizes, stage="gather")
+    parts = {peer: letters.read(heard[peer], runs[peer], form, dtype) for peer in peers}
+    parts[comm.rank] = local.indices, arriving, rider
+    indices, values, riders = zip(*(parts[rank] for rank in range(comm.size)), strict=True)
+    return Exchanged(
+        kernels.merge(torch.cat(indices), torch.cat(values), counts, 0, local.numel),
+        Sparse(local.indices, arriving, local.numel),
+        in_rank_order(list(riders)),
+        imbalance=_imbalance(counts),
+        sent=local.num * (comm.size - 1),
+    )
 
 
 def region_gather(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -> Exchanged:
@@ -71,71 +80,119 @@ def region_gather(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm
 
     4k(P-1)/P words when all ranks chose alike, up to (2k+n)(P-1)/P when nothing overlaps.
     """
+    form, dtype = _form(local, state), local.values.dtype
     bounds = equal_bounds(local.numel, comm.size)
-    mine = split_reduce(local, rider, bounds, comm)
+    mine = split_reduce(local, rider, bounds, comm, form)
     counts = comm.all_gather_size(mine.region.num, local.values.device, stage="counts")
-    value_words = wire.words_per_value(local.values.dtype)
-    if sum(counts) * (1 + value_words) < local.numel * value_words:
-        rows, total = gather_with_share(wire.pack(mine.region), counts, mine.share, comm)
-        result = unpacked(rows, local)
-        return Exchanged(result, total[: rider.numel()], imbalance=_imbalance(counts))
-    widths = [hi - lo + mine.share.numel() for lo, hi in pairwise(bounds)]
+    words = [
+        wire.num_words(Run(count, lo, hi), form, dtype)
+        for count, (lo, hi) in zip(counts, pairwise(bounds), strict=True)
+    ]
+    if sum(words) < local.numel * (dtype.itemsize // wire.WORD):
+        all_sums = balance.gather(mine.region, counts, bounds, mine.share, comm, form)
+        result, rider_sum, sent = all_sums.result, all_sums.rider, all_sums.sent
+        returned = () if all_sums.lost is None else (all_sums.lost,)
+    else:
+        result, rider_sum = _gather_densely(mine.region, bounds, mine.share, comm)
+        sent, returned = mine.region.num * (comm.size - 1), ()
+    return Exchanged(
+        result,
+        mine.offered,
+        rider_sum[: rider.numel()],
+        returned=returned,
+        imbalance=_imbalance(counts),
+        sent=mine.outside + sent,
+    )
+
+
+def _gather_densely(
+    region: Sparse, bounds: list[int], share: Tensor, comm: Comm
+) -> tuple[Sparse, Tensor]:
+    """Every rank's region as it is, zeros and all, and the shares of the riders."""
     # a sum of 0 is told from nothing by its sign: its parts were offered and must leave residuals
-    sums = mine.region.values
-    marked = Sparse(mine.region.indices, torch.where(sums == 0, -0.0, sums), local.numel)
-    region = marked.to_dense()[bounds[comm.rank] : bounds[comm.rank + 1]]
-    blocks = comm.gather_rows(torch.cat([region, mine.share]), widths, stage="gather").split(widths)
-    ends = [width - mine.share.numel() for width in widths]
-    everything = torch.cat([block[:end] for block, end in zip(blocks, ends, strict=True)])
-    total = torch.cat([block[end:] for block, end in zip(blocks, ends, strict=True)])
+    sums = region.values
+    marked = Sparse(region.indices, torch.where(sums == 0, -0.0, sums), region.numel)
+    mine = torch.cat([marked.to_dense()[bounds[comm.rank] : bounds[comm.rank + 1]], share])
+    words = mine.dtype.itemsize // wire.WORD
+    peers = [rank for rank in range(comm.size) if rank != comm.rank]
+    widths = [hi - lo for lo, hi in pairwise(bounds)]
+    sizes = {rank: (widths[rank] + share.numel()) * words for rank in peers}
+    heard = comm.exchange(dict.fromkeys(peers, mine.view(torch.int32)), sizes, stage="gather")
+    heard[comm.rank] = mine.view(torch.int32)
+    blocks = [heard[rank].clone().view(mine.dtype) for rank in range(comm.size)]
+    everything = torch.cat([block[:width] for block, width in zip(blocks, widths, strict=True)])
+    riders = torch.cat([block[width:] for block, width in zip(blocks, widths, strict=True)])
     indices = (everything.ne(0) | everything.signbit()).nonzero().squeeze(1)
-    result = Sparse(indices.int(), everything[indices], local.numel)
-    return Exchanged(result, total[: rider.numel()])
+    return Sparse(indices.int(), everything[indices], region.numel), riders
 
 
 def tree_merge(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -> Exchanged:
     """Merge pairwise up a tree, keeping k at every node; then pass the last k down.
 
     A rank sends 2k words up and 2k to each child on the way down; 4k log P pass on the longest way.
-    A node may cut a sum whose index survives through another branch: the published method loses
-    it, here it stays with the node that cut it.
+    A node may cut a sum whose index survives through another branch, or round it: the published
+    method loses that, here it stays with the node that did it.
     """
-    mine, total, cut = local, rider.clone(), []
+    form = _form(local, state)
+    mine, total, cut, sent = local, rider.clone(), [], 0
     strides = [1 << level for level in range((comm.size - 1).bit_length())]
     for stride in strides:
         child, parent = _tree_edges(comm, stride)
-        heard = _pass(mine, total, parent, child, comm, stage="reduce")
+        letter, lost = _letter(mine, total, form) if parent is not None else (None, [])
+        cut += lost
+        sent += mine.num if parent is not None else 0
+        heard = _pass(letter, mine.num, parent, child, (local, rider), comm, form, stage="reduce")
         if heard is not None:
-            both = _merge_two(mine, heard[0])
+            both = _merge_two(mine, heard[1])
             mine = top(both, k)[0]
             cut.append(_filtered(both, mine, invert=True))
-            total += heard[1]
+            total += heard[2]
+    letter, lost = _letter(mine, total, form)  # the root's; all read the same words
+    cut += lost if comm.rank == 0 else []
     for stride in reversed(strides):
         child, parent = _tree_edges(comm, stride)
-        heard = _pass(mine, total, child, parent, comm, stage="broadcast")
+        args = letter, mine.num, child, parent, (local, rider), comm, form
+        heard = _pass(*args, stage="broadcast")
+        sent += mine.num if child is not None else 0
         if heard is not None:
-            mine, total = heard
-    returned = tuple(_filtered(sums, mine, invert=False) for sums in cut)
-    return Exchanged(mine, total, returned=returned)
+            letter, mine, total = heard
+    run = Run(mine.num, 0, local.numel)
+    indices, values, _ = letters.read(letter, run, form, local.values.dtype)
+    result = Sparse(indices, values, local.numel)
+    returned = tuple(_filtered(sums, result, invert=False) for sums in cut)
+    return Exchanged(result, local, total, returned=returned, sent=sent)
 
 
 def oktopk(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -> Exchanged:
     """Ok-Topk: at most 6k(P-1)/P words, whatever P (`balance.entry_bound`)."""
+    form = _form(local, state)
     due = state.bounds is None or state.step % state.bounds_every == 0 or state.uneven
     if due and not state.one_owner:
         state.bounds = torch.tensor(agreed_bounds(local, comm), dtype=torch.int64)
     assert state.bounds is not None
-    mine = split_reduce(local, rider, state.bounds.tolist(), comm)
+    bounds = state.bounds.tolist()
+    mine = split_reduce(local, rider, bounds, comm, form)
     kept = select_globally(mine.region, mine.outside, k, state, comm)
-    rows, total = balance.gather(
-        wire.pack(kept.region), kept.counts, mine.share, comm, balanced=kept.balanced
+    sums = balance.gather(
+        kept.region, kept.counts, bounds, mine.share, comm, form, balanced=kept.balanced
     )
     state.step += 1
     state.uneven = kept.balanced
     if kept.cut:
         state.one_owner, state.bounds = True, torch.tensor(one_owner_bounds(local.numel, comm.size))
-    imbalance = _imbalance(kept.counts)
-    return Exchanged(unpacked(rows, local), total[: rider.numel()], imbalance=imbalance)
+    return Exchanged(
+        sums.result,
+        mine.offered,
+        sums.rider[: rider.numel()],
+        returned=() if sums.lost is None else (sums.lost,),
+        imbalance=_imbalance(kept.counts),
+        sent=mine.outside + sums.sent,
+    )
+
+
+def _form(local: Sparse, state: State) -> Form:
+    """64-bit gradients are for people who want every bit."""
+    return "plain" if local.values.dtype == torch.float64 else state.wire
 
 
 def _imbalance(counts: list[int]) -> float:
@@ -152,18 +209,41 @@ def _tree_edges(comm: Comm, stride: int) -> tuple[int | None, int | None]:
     return (child if child < comm.size else None), None
 
 
+def _letter(mine: Sparse, rider: Tensor, form: Form) -> tuple[Tensor, list[Sparse]]:
+    """My set and riders as words, and what rounding takes off it, if anything."""
+    assert mine.indices is not None
+    run = Run(mine.num, 0, mine.numel)
+    words, arriving = letters.write(mine.indices, mine.values, run, form, rider)
+    if form == "plain":
+        return words, []
+    return words, [Sparse(mine.indices, mine.values - arriving, mine.numel)]
+
+
 def _pass(
-    mine: Sparse, rider: Tensor, to: int | None, source: int | None, comm: Comm, *, stage: str
-) -> tuple[Sparse, Tensor] | None:
-    """Hand my set and riders to one rank of the tree; what another handed me, None from nobody."""
-    aboard = riders.to_rows(rider.unsqueeze(0))
-    rows, _ = riders.board(wire.pack(mine), [mine.num], aboard)
-    rows = comm.shift(rows, to=to, source=source, stage=stage)
+    letter: Tensor | None,
+    num: int,
+    to: int | None,
+    source: int | None,
+    like: tuple[Sparse, Tensor],
+    comm: Comm,
+    form: Form,
+    *,
+    stage: str,
+) -> tuple[Tensor, Sparse, Tensor] | None:
+    """Hand a letter of `num` entries to one rank of the tree; what another handed me, if one did.
+
+    `like` has the size of the vector and of the riders.
+    """
+    local, rider = like
+    dtype = local.values.dtype
+    run = Run(comm.shift(num, to, source, local.values.device, stage=stage), 0, local.numel)
+    sizes = {} if source is None else {source: letters.size(run, form, dtype, rider.numel())}
+    outgoing = {to: letter} if to is not None and letter is not None else {}
+    heard = comm.exchange(outgoing, sizes, stage=stage)
     if source is None:
         return None
-    rows, _, aboard = riders.alight(rows, [len(rows)], aboard.shape[1])
-    values = riders.to_values(aboard, rider.numel(), rider.dtype)[0]
-    return unpacked(rows, mine), values
+    indices, values, riders = letters.read(heard[source], run, form, dtype)
+    return heard[source], Sparse(indices, values, local.numel), riders
 
 
 def _merge_two(a: Sparse, b: Sparse) -> Sparse:

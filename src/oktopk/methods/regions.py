@@ -1,4 +1,4 @@
-"""Regions: who reduces which index range, and the two phases built on them."""
+"""Regions: who reduces which index range, and the first of the two phases built on them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oktopk import kernels, wire
+from oktopk import kernels
 from oktopk.comm import Comm, equal_shares
-from oktopk.methods import riders
+from oktopk.methods import letters
+from oktopk.methods.letters import in_rank_order
 from oktopk.sparse import Sparse
+from oktopk.wire import Form, Run
 
 
 def equal_bounds(numel: int, size: int) -> list[int]:
@@ -51,6 +53,9 @@ class Reduced:
     region: Sparse
     """The sums of its region."""
 
+    offered: Sparse
+    """What this rank gave, as it arrived."""
+
     share: Tensor
     """The sums of its share of the riders."""
 
@@ -58,42 +63,48 @@ class Reduced:
     """How many entries left this rank."""
 
 
-def split_reduce(local: Sparse, rider: Tensor, bounds: list[int], comm: Comm) -> Reduced:
+def split_reduce(
+    local: Sparse, rider: Tensor, bounds: list[int], comm: Comm, form: Form
+) -> Reduced:
     """Send every entry to the owner of its region; sum my own region in rank order.
 
-    One packed message per peer, lengths ahead. Sends 2k(P-1)/P words when the regions are even.
+    One letter per peer, counts ahead. Sends 2k(P-1)/P words when plain and the regions are even.
     """
+    assert local.indices is not None
+    dtype, rank = local.values.dtype, comm.rank
+    splits = _splits(local, bounds)
+    incoming = comm.swap_sizes(splits, local.values.device, stage="split")
+    shares = equal_shares(rider, comm.size)
+    outgoing: dict[int, Tensor] = {}
+    arriving = list(local.values.split(splits))  # my own entries need no rounding
+    for peer, indices in enumerate(local.indices.split(splits)):
+        if peer != rank:
+            run = Run(splits[peer], bounds[peer], bounds[peer + 1])
+            outgoing[peer], arriving[peer] = letters.write(
+                indices, arriving[peer], run, form, shares[peer]
+            )
+    lo, hi = bounds[rank], bounds[rank + 1]
+    runs = {peer: Run(incoming[peer], lo, hi) for peer in range(comm.size) if peer != rank}
+    sizes = {peer: letters.size(run, form, dtype, shares.shape[1]) for peer, run in runs.items()}
+    heard = comm.exchange(outgoing, sizes, stage="split")
+    parts = {peer: letters.read(heard[peer], runs[peer], form, dtype) for peer in runs}
+    start = sum(splits[:rank])
+    mine = slice(start, start + splits[rank])
+    parts[rank] = local.indices[mine], local.values[mine], shares[rank]
+    indices, values, riders = zip(*(parts[peer] for peer in range(comm.size)), strict=True)
+    region = kernels.merge(torch.cat(indices), torch.cat(values), incoming, lo, hi)
+    return Reduced(
+        Sparse(region.indices, region.values, local.numel),
+        local if form == "plain" else Sparse(local.indices, torch.cat(arriving), local.numel),
+        in_rank_order(list(riders)),
+        local.num - splits[rank],
+    )
+
+
+def _splits(local: Sparse, bounds: list[int]) -> list[int]:
+    """How many entries lie in each region."""
     assert local.indices is not None
     cuts = torch.searchsorted(
         local.indices, torch.tensor(bounds[1:-1], dtype=torch.int32, device=local.indices.device)
     ).tolist()
-    splits = [end - start for start, end in zip([0, *cuts], [*cuts, local.num], strict=True)]
-    aboard = riders.to_rows(equal_shares(rider, comm.size))
-    rows, incoming = comm.all_to_all(*riders.board(wire.pack(local), splits, aboard), stage="split")
-    rows, lengths, aboard = riders.alight(rows, incoming, aboard.shape[1])
-    indices, values = wire.unpack(rows, local.values.dtype)
-    lo, hi = bounds[comm.rank], bounds[comm.rank + 1]
-    region = kernels.merge(indices, values, lengths, lo, hi)
-    parts = riders.to_values(aboard, -(-rider.numel() // comm.size), rider.dtype)
-    return Reduced(
-        Sparse(region.indices, region.values, local.numel),
-        riders.in_rank_order(parts),
-        local.num - splits[comm.rank],
-    )
-
-
-def gather_with_share(
-    rows: Tensor, counts: list[int], share: Tensor, comm: Comm
-) -> tuple[Tensor, Tensor]:
-    """All ranks' rows in rank order, and all shares of the riders one after the other."""
-    aboard = riders.to_rows(share.unsqueeze(0))
-    mine, _ = riders.board(rows, [len(rows)], aboard)
-    num = aboard.shape[1]
-    everything = comm.gather_rows(mine, [count + num for count in counts], stage="gather")
-    rows, _, aboard = riders.alight(everything, [count + num for count in counts], num)
-    return rows, riders.to_values(aboard, share.numel(), share.dtype).view(-1)
-
-
-def unpacked(rows: Tensor, like: Sparse) -> Sparse:
-    """Rows back to a selection of the same vector."""
-    return Sparse(*wire.unpack(rows, like.values.dtype), like.numel)
+    return [end - start for start, end in zip([0, *cuts], [*cuts, local.num], strict=True)]

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oktopk.wire import Form
+
 FLATTEST, STEEPEST = 0.5, 64.0
 
 
@@ -53,6 +55,9 @@ class State:
 
     bounds_every: int = 64
     """Steps between agreements on the region bounds (tau of the paper)."""
+
+    wire: Form = "plain"
+    """How entries travel."""
 
     step: int = 0
     """Sparse steps finished."""

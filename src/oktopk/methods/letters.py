@@ -1,0 +1,45 @@
+"""A letter: a run of entries, and riders behind it.
+
+Riders are values that must arrive whole: biases, norms and tiny tensors are not worth indices, nor
+a round trip of their own. They are carried along in the messages that travel anyway, exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from oktopk import wire
+from oktopk.wire import Form, Run
+
+
+def size(run: Run, form: Form, dtype: torch.dtype, num_riders: int) -> int:
+    """Words of a letter; what both sides know without a message."""
+    return wire.num_words(run, form, dtype) + num_riders * (dtype.itemsize // wire.WORD)
+
+
+def write(
+    indices: Tensor, values: Tensor, run: Run, form: Form, rider: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The words of a letter, and the values of its run as they will arrive. O(num)."""
+    run_words = wire.num_words(run, form, values.dtype)
+    words = torch.empty(
+        size(run, form, values.dtype, rider.numel()), dtype=torch.int32, device=values.device
+    )
+    words[run_words:] = rider.contiguous().view(torch.int32)
+    return words, wire.encode(indices, values, run, form, words[:run_words])
+
+
+def read(words: Tensor, run: Run, form: Form, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Indices, values and riders of a letter. O(num)."""
+    run_words = wire.num_words(run, form, dtype)
+    indices, values = wire.decode(words[:run_words], run, form, dtype)
+    return indices, values, words[run_words:].clone().view(dtype)
+
+
+def in_rank_order(parts: list[Tensor]) -> Tensor:
+    """The sum of parts, in their order."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total

@@ -48,6 +48,11 @@ def select(x: Tensor, threshold: float, capacity: int) -> tuple[Sparse, int]:
     return form(x.device.type).select(x, threshold, capacity)
 
 
+def count_reaching(x: Tensor, thresholds: list[float]) -> list[int]:
+    """How many `|x|` reach each threshold. One read of n for each."""
+    return form(x.device.type).count_reaching(x, thresholds)
+
+
 def accumulate_(residual: Tensor, grad: Tensor) -> None:
     """`residual += grad`, and `grad` becomes what `residual` was. One pass over both.
 

@@ -11,21 +11,27 @@ as fast as the addition alone (benchmarks/selection.py).
 
 from __future__ import annotations
 
+import threading
+
 import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from oktopk.kernels import reference
-from oktopk.kernels.vector import WIDTH, add_hit_word, hit_word, lowest_bit, num_bits
+from oktopk.kernels.vector import WIDTH, add_hit_word, hit_word, lowest_bit, num_bits, prefetch
 from oktopk.sparse import Sparse
 
 AHEAD = 3  # slots written per word before looking how many hits there were
 DIGIT = 16  # bits of a magnitude counted in one pass of the k-th value
+SOON = 24  # entries from now
+PAGE = 1024  # values zeroed at once, and then in the first cache when results are written
+KEPT = 2**24  # sums that memory is kept for
 
 UNSIGNED = {torch.float32: np.uint32, torch.float64: np.uint64}
 INTEGER = {torch.float32: np.int32, torch.float64: np.int64}
 
+_of_thread = threading.local()
 compiled = numba.njit(nogil=True, cache=True, boundscheck=False)
 
 
@@ -117,39 +123,64 @@ def _largest(bits, sign_off):
 
 @compiled
 def _merge(indices, values, lo, sums, touched, out_indices, out_values):
+    """Leaves `sums` and `touched` as zero as it found them."""
+    last = 0
     for i in range(indices.size):
         at = np.intp(indices[i]) - lo
         sums[at] += values[i]
         touched[at >> 5] |= np.uint32(1) << np.uint32(at & 31)
+        last = max(last, at >> 5)
     count = 0
-    for word in range(touched.size):
+    for word in range(last + 1 if indices.size else 0):
         hits = touched[word]
+        touched[word] = 0
         while hits:
             at = word * 32 + np.intp(lowest_bit(hits))
             out_indices[count] = at + lo
             out_values[count] = sums[at]
+            sums[at] = 0
             hits &= hits - np.uint32(1)
             count += 1
     return count
 
 
 @compiled
-def _scatter(grad, indices, values, factor, divisor):
-    for i in range(indices.size):
-        grad[indices[i]] = values[i] * factor / divisor
+def _settle(grad, residual, result, sums, indices, values, factor, divisor):
+    """Zeros and results in one walk, so that a cache line of grad is written once."""
+    zeroed = i = 0
+    for j in range(result.size):
+        if j + SOON < result.size:
+            prefetch(residual, np.intp(result[j + SOON]))
+        at = np.intp(result[j])
+        if at >= zeroed:
+            end = min((at // PAGE + 1) * PAGE, grad.size)
+            grad[zeroed:end] = 0
+            zeroed = end
+        grad[at] = sums[j] * factor / divisor
+        while i < indices.size and indices[i] < at:
+            i += 1
+        if i < indices.size and indices[i] == at:
+            residual[at] -= values[i] * factor
+    grad[zeroed:] = 0
 
 
 @compiled
-def _take_common(residual, indices, values, result, factor):
+def _take_common(residual, result, indices, values, factor):
     """Take `values` off at the indices both lists have; both ascend, so one walk finds them."""
     i = 0
     for j in range(result.size):
         while i < indices.size and indices[i] < result[j]:
             i += 1
-        if i == indices.size:
-            return
-        if indices[i] == result[j]:
+        if i < indices.size and indices[i] == result[j]:
             residual[result[j]] -= values[i] * factor
+
+
+@compiled
+def _count_reaching(bits, sign_off, threshold):
+    count = 0
+    for i in range(bits.size):
+        count += (bits[i] & sign_off) >= threshold
+    return count
 
 
 @compiled
@@ -258,15 +289,34 @@ def accumulate_select(
     return Sparse(indices[:num], values[:num], residual.numel()), count
 
 
+def count_reaching(x: Tensor, thresholds: list[float]) -> list[int]:
+    bits = x.numpy().view(INTEGER[x.dtype])
+    sign_off = np.iinfo(bits.dtype).max
+    return [_count_reaching(bits, sign_off, _bits_of(level, x)[1]) for level in thresholds]
+
+
+def _zeros(numel: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Sums and a bit for each, all zero, and to be left so: fresh memory costs more than adding."""
+    if numel > KEPT:
+        return np.zeros(numel, dtype), np.zeros((numel + 31) // 32, np.uint32)
+    rooms = _of_thread.__dict__
+    if dtype.str not in rooms or rooms[dtype.str][0].size < numel:
+        rooms[dtype.str] = np.zeros(numel, dtype), np.zeros((numel + 31) // 32, np.uint32)
+    return rooms[dtype.str]
+
+
 def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) -> Sparse:
-    sums = np.zeros(hi - lo, values.numpy().dtype)
-    touched = np.zeros((hi - lo + 31) // 32, np.uint32)
     at_most = min(indices.numel(), hi - lo)
     out_indices = torch.empty(at_most, dtype=torch.int32)
     out_values = torch.empty(at_most, dtype=values.dtype)
     # the parts follow each other, so reading on and on adds them in their order
     num = _merge(
-        indices.numpy(), values.numpy(), lo, sums, touched, out_indices.numpy(), out_values.numpy()
+        indices.numpy(),
+        values.numpy(),
+        lo,
+        *_zeros(hi - lo, values.numpy().dtype),
+        out_indices.numpy(),
+        out_values.numpy(),
     )
     return Sparse(out_indices[:num], out_values[:num], hi)
 
@@ -276,14 +326,14 @@ def settle_(
 ) -> None:
     assert result.indices is not None and offered.indices is not None
     number = result.values.numpy().dtype.type
-    indices = result.indices.numpy()
-    grad.zero_()
+    where, ours = result.indices.numpy(), (offered.indices.numpy(), offered.values.numpy())
     if grad.dtype == result.values.dtype:
-        _scatter(grad.numpy(), indices, result.values.numpy(), number(factor), number(divisor))
+        sums = where, result.values.numpy()
+        _settle(grad.numpy(), residual.numpy(), *sums, *ours, number(factor), number(divisor))
     else:
+        grad.zero_()
         grad[result.indices.long()] = (result.values * factor / divisor).to(grad.dtype)
-    ours = offered.indices.numpy(), offered.values.numpy()
-    _take_common(residual.numpy(), *ours, indices, number(factor))
+        _take_common(residual.numpy(), where, *ours, number(factor))
 
 
 def encode_indices(indices: Tensor, lo: int, low_bits: int, low: Tensor, high: Tensor) -> None:

@@ -24,6 +24,11 @@ def select(x: Tensor, threshold: float, capacity: int) -> tuple[Sparse, int]:
     return Sparse(indices.int(), x[indices], x.numel()), count
 
 
+def count_reaching(x: Tensor, thresholds: list[float]) -> list[int]:
+    levels = torch.tensor(thresholds, dtype=torch.float64).to(x)
+    return (x.abs() < levels.unsqueeze(1)).logical_not_().sum(1).tolist()
+
+
 def accumulate_(residual: Tensor, grad: Tensor) -> None:
     before = residual.clone()
     residual.add_(grad)

@@ -73,6 +73,22 @@ def add_hit_word(typing, acc, grad, position, threshold):
 
 
 @intrinsic
+def prefetch(typing, x, position):
+    """Have x[position] brought near, to be written soon. Costs nothing when it is near already."""
+
+    def codegen(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        ask = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        place = builder.bitcast(builder.gep(data, [args[1]]), byte)
+        builder.call(ask, [place, number(1), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.none(x, types.intp), codegen
+
+
+@intrinsic
 def lowest_bit(typing, word):
     """Position of the lowest set bit; 32 for an empty word."""
 

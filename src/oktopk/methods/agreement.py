@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from oktopk import kernels
 from oktopk.comm import Comm
 from oktopk.methods.balance import affordable, must_balance, within_bound
 from oktopk.methods.selection import BAND
@@ -68,24 +69,18 @@ def _by_ladder(region: Sparse, outside: int, k: int, state: State, comm: Comm) -
     """Take the rung with the count nearest k; None if none is within 10 %."""
     level = state.result
     assert level is not None
-    rungs = torch.tensor(  # ascending thresholds, descending counts
-        [level.at(STEP ** (RUNGS / 2 - rung)) for rung in range(RUNGS)],
-        dtype=region.values.dtype,
-        device=region.values.device,
-    )
-    reached = torch.bucketize(region.values.abs(), rungs, right=True)
-    num_reaching = torch.bincount(reached, minlength=RUNGS + 1).flip(0).cumsum(0).flip(0)[1:]
-    header = torch.cat([num_reaching, num_reaching.new_tensor([outside])]).int()
+    thresholds = [level.at(STEP ** (RUNGS / 2 - rung)) for rung in range(RUNGS)]  # ascending
+    num_reaching = kernels.count_reaching(region.values, thresholds)
+    header = torch.tensor([*num_reaching, outside], dtype=torch.int32, device=region.values.device)
     table = comm.all_gather(header, stage="counts")  # a row per rank
     totals = table[:, :RUNGS].sum(0).tolist()
     best = min(range(RUNGS), key=lambda rung: abs(totals[rung] - k))
-    thresholds = rungs.tolist()
     slope = slope_between(thresholds[0], totals[0], thresholds[-1], totals[-1]) or level.slope
     if not (1 - BAND) * k <= totals[best] <= (1 + BAND) * k:
         return None
     state.result = Level(thresholds[best], slope).moved(thresholds[best], totals[best] / k)
     return Kept(
-        _masked(region, reached > best),
+        _reaching(region, thresholds[best], num_reaching[best]),
         table[:, best].tolist(),
         table[:, RUNGS].tolist(),
     )
@@ -141,6 +136,13 @@ def _digit_of(counts: list[int], k: int) -> tuple[int, int]:
             return digit, k
         k -= counts[digit]
     return 0, k
+
+
+def _reaching(sparse: Sparse, threshold: float, num: int) -> Sparse:
+    assert sparse.indices is not None
+    chosen, _ = kernels.select(sparse.values, threshold, num)
+    assert chosen.indices is not None
+    return Sparse(sparse.indices[chosen.indices], chosen.values, sparse.numel)
 
 
 def _masked(sparse: Sparse, keep: Tensor) -> Sparse:

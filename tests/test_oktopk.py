@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laws import (
+    Step,
     assert_all_agree,
     assert_bill_is_bounded,
     assert_k_means_k,
@@ -15,10 +16,14 @@ from laws import (
     simulated,
 )
 from oktopk import simulate
+from oktopk.engine import Engine
+from oktopk.layout import Bucket
 from oktopk.methods import balance
 from oktopk.methods.agreement import kth_over_ranks
 from oktopk.methods.regions import agreed_bounds
+from oktopk.settings import Settings
 from oktopk.sparse import Sparse
+from streams import STREAMS
 
 
 @pytest.mark.parametrize("stream", ["gaussian", "laplace", "heavy", "drifting"])
@@ -144,7 +149,8 @@ def test_balance_changes_who_sends_but_not_what_arrives(counts):
         assert torch.equal(done[1].result.values, done[0].result.values)
         assert torch.equal(done[3].result.values, done[2].result.values)
         sent = [balance.entries_sent(counts, balanced=b)[rank] for b in (False, True)]
-        assert [sums.sent for sums in done] == sent * 2
+        riding = 2 * (len(counts) - 1)
+        assert [sums.sent - riding for sums in done] == sent * 2
 
 
 @given(counts_of_ranks)
@@ -195,3 +201,29 @@ def test_a_threshold_step_costs_no_spike():
     assert "threshold" in exact.stages and "threshold" not in reuse.stages
     assert exact.bytes_sent - exact.bytes_header <= 1.2 * (reuse.bytes_sent - reuse.bytes_header)
     assert exact.bytes_header <= 10_000
+
+
+@pytest.mark.parametrize("group", [1, 2500, 10**9])
+def test_groups_of_buckets_lose_nothing_and_keep_k(monkeypatch, group):
+    """Several groups have quotas; one has the whole model; both count k over the model."""
+    monkeypatch.setattr("oktopk.engine.GROUP", group)
+    numels, k = [1000, 1500, 500, 2000], 100
+
+    def main(comm):
+        engine = Engine(Settings(density=k / 5000), comm, [Bucket(numel) for numel in numels])
+        assert len(engine.groups) == {1: 4, 2500: 2, 10**9: 1}[group]
+        done = []
+        for step in range(40):
+            grad = STREAMS["heavy"](5000, comm.rank, step).float()
+            acc = grad + (0 if engine.residual is None else engine.residual)
+            engine.begin()
+            for bucket, part in enumerate(grad.split(numels)):
+                engine.feed(bucket, part)
+            stats = engine.finish()
+            done.append(Step(acc.double(), grad.double() * 3, engine.residual.double(), stats))
+        return done
+
+    ranks = simulate(3, main)
+    assert_nothing_is_lost(ranks, tolerance=1e-4)
+    assert_all_agree(ranks)
+    assert_k_means_k(ranks, "oktopk")

@@ -1,10 +1,12 @@
 """The five moves over a gradient that arrives in buckets.
 
 `feed` takes a bucket the moment it is ready; `finish` ends the step. In the sparse phase a bucket
-is selected and exchanged at once, for its quota of the model's k entries. Quotas come from steps
-in which the whole model is selected and exchanged together: the exact-threshold steps of `oktopk`,
-more often right after the sparse phase began. The other sparse methods must see everything to
-choose, so in scope "model" they exchange the whole model at every step.
+is added to what is owed, and candidates are found, at once; a group of buckets is exchanged when
+its last one has come. Groups are large, since every exchange has its rounds: a model of a few ten
+million parameters is one group. Several groups have quotas of the model's k entries, which come
+from steps in which the whole model is selected and exchanged together: the exact-threshold steps of
+`oktopk`, more often right after the sparse phase began. The other sparse methods must see
+everything to choose, so in scope "model" the whole model is their group.
 
 Nothing is applied before every bucket has been exchanged and no rank has raised the alarm, so a
 step with a NaN can be undone on all ranks. Until then a bucket holds what its residual was.
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 from copy import copy
 from hashlib import sha256
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from oktopk import kernels
 from oktopk.comm import Comm
 from oktopk.feedback import settle_
 from oktopk.layout import Bucket, narrow, share_out
-from oktopk.methods import METHODS, Exchanged, Method, State
+from oktopk.methods import METHODS, Candidates, Exchanged, Method, State
 from oktopk.settings import Settings, num_kept
 from oktopk.sparse import Sparse, acc_dtype, empty
 from oktopk.stats import Phase, StepStats
@@ -34,6 +36,7 @@ from oktopk.wire import Form
 
 NEVER = 2**62  # steps
 EARLY = frozenset({0, 1, 2, 4, 8, 16})  # sparse steps after which quotas soon grow old
+GROUP = 2**25  # entries that are worth an exchange of their own
 
 
 class NonfiniteError(FloatingPointError):
@@ -62,9 +65,12 @@ class Engine:
         self.starts = list(accumulate((bucket.numel for bucket in buckets), initial=0))
         self.numel = self.starts[-1]
         self.num_dense = sum(bucket.num_dense for bucket in buckets)
+        self.groups = self._grouped()
         exact_every = NEVER if self._sets_quotas else self.settings.exact_every
         bounds_every = self.settings.bounds_every
-        self.states = [State(exact_every=exact_every, bounds_every=bounds_every) for _ in buckets]
+        self.states = [
+            State(exact_every=exact_every, bounds_every=bounds_every) for _ in self.groups
+        ]
         self.whole = State(exact_every=1, bounds_every=bounds_every)
         self.quotas: list[int] = []
         self.residual: Tensor | None = None
@@ -84,11 +90,11 @@ class Engine:
     @property
     def waits_for_all(self) -> bool:
         """Whether the next step exchanges the whole model at once, after its last bucket."""
-        if self.phase == "dense" or self.settings.scope == "bucket" or len(self.buckets) <= 1:
+        if self.phase == "dense" or not self._sets_quotas:
             return False
         sparse_step = self.step - self.settings.warmup_steps
         due = sparse_step in EARLY or sparse_step % self.settings.exact_every == 0
-        return not self._sets_quotas or due or sum(self.quotas) != self.k
+        return due or sum(self.quotas) != self.k
 
     @property
     def _advance(self) -> float:
@@ -102,9 +108,21 @@ class Engine:
 
     @property
     def _sets_quotas(self) -> bool:
-        """Whether buckets leave early with a quota that whole steps set."""
-        several = len(self.buckets) > 1
-        return several and self.settings.scope == "model" and self.settings.method == "oktopk"
+        """Whether groups leave early with a quota that whole steps set."""
+        return len(self.groups) > 1 and self.settings.scope == "model"
+
+    def _grouped(self) -> list[range]:
+        """The buckets of each group. They come in order: a group is complete with its last."""
+        if self.settings.scope == "bucket":
+            return [range(bucket, bucket + 1) for bucket in range(len(self.buckets))]
+        groups, start, numel = [], 0, 0
+        for bucket, size in enumerate(bucket.numel for bucket in self.buckets):
+            numel += size
+            last = bucket + 1 == len(self.buckets)
+            if last or (numel >= GROUP and METHODS[self.settings.method].scout is not None):
+                groups.append(range(start, bucket + 1))
+                start, numel = bucket + 1, 0
+        return groups
 
     def begin(self) -> None:
         """Start a step. One that was begun and never finished is undone first."""
@@ -118,34 +136,38 @@ class Engine:
         self._undo = Undo()
         self._grads: dict[int, Tensor] = {}
         self._riders: dict[int, Tensor] = {}
+        self._found: Candidates | None = None
         self._tally = Tally(self.comm.ledger)
         self._open = True
 
     def feed(self, bucket: int, grad: Tensor) -> None:
-        """Take one bucket's gradient; exchange it now unless the step waits for all."""
+        """Take one bucket's gradient; exchange its group now if it is the last of it."""
         self._grads[bucket] = grad
-        k, state = self._k_of(bucket), self.states[bucket]
+        if self.phase == "dense":
+            self._move_densely(bucket, grad)
+            return
+        number = next(i for i, group in enumerate(self.groups) if bucket in group)
+        group, state = self.groups[number], self.states[number]
+        k = self._k_of(number)
         with self._tally.clock("select"):
-            if self.phase == "dense":
-                local = self._method.select(self.residual_of(bucket), grad, k, state)
-                rider = local.values[:0]
+            residual, wide = self._prepared(bucket, grad)
+            self._undo.accumulated(residual, wide)
+            if bucket == group.start and self._method.scout is not None and not self._whole_step:
+                self._found = self._method.scout(self._acc_of(group), k, state)
+            if self._found is None:
+                kernels.accumulate_(residual, wide)
             else:
-                residual, wide = self._prepared(bucket, grad)
-                rider = self._riders[bucket]
-                self._undo.accumulated(residual, wide)
-                if self._whole_step:
-                    kernels.accumulate_(residual, wide)
-                    return
-                local = self._method.select(residual, wide, k, state)
-                local = self._inspected(local, k, residual, rider)
-        with self._tally.clock("exchange"):
-            exchanged = self._method.exchange(local, rider, k, state, self.comm)
-        self._tally.moved[bucket] = exchanged
+                room = self._found.room
+                found, count = kernels.accumulate_select(residual, wide, self._found.low, room)
+                self._found.add(found, count)
+        if bucket + 1 == group.stop and not self._whole_step:
+            self._move(group, k, state)
 
     def finish(self, waited_since: float | None = None) -> StepStats:
         """End the step: apply it on all ranks, or on none. Every bucket must have been fed."""
         if self._whole_step:
-            self._move_whole()
+            self._move(range(len(self.buckets)), self.k, self.whole)
+            self._set_quotas(self.k)
         # sums may overflow though no gradient did; they are the same on all ranks, so all see it
         dtypes = {bucket: grad.dtype for bucket, grad in self._grads.items()}
         divisor = self.comm.size / (1 + self._advance)
@@ -221,11 +243,21 @@ class Engine:
         text = repr((self.step, self.quotas, [s.shared() for s in [*self.states, self.whole]]))
         return sha256(text.encode()).hexdigest()[:12]
 
-    def _k_of(self, bucket: int) -> int:
-        if self.phase == "dense" or not self.quotas:
-            numel = self.buckets[bucket].numel - self.buckets[bucket].num_dense
-            return num_kept(numel, self.settings.density_at(self.step))
-        return self.quotas[bucket]
+    def _k_of(self, number: int) -> int:
+        """Entries that a group is to keep."""
+        if self.quotas:
+            return self.quotas[number]
+        if len(self.groups) == 1:
+            return self.k
+        return num_kept(self._most(number), self.settings.density_at(self.step))
+
+    def _most(self, number: int) -> int:
+        """Entries of a group that travel sparse."""
+        return sum(self.buckets[b].numel - self.buckets[b].num_dense for b in self.groups[number])
+
+    def _acc_of(self, group: range) -> Tensor:
+        assert self.residual is not None
+        return self.residual[self.starts[group.start] : self.starts[group.stop]]
 
     def _prepared(self, bucket: int, grad: Tensor) -> tuple[Tensor, Tensor]:
         """A bucket's residual and gradient, ready to accumulate; the riders are taken off."""
@@ -253,33 +285,51 @@ class Engine:
         self.comm.alarm = self.comm.alarm or not finite
         return local if finite else empty(local.numel, acc)
 
-    def _move_whole(self) -> None:
-        """Select and exchange the whole model, then hand every bucket its part."""
-        k, state, order = self.k, self.whole, range(len(self.buckets))
+    def _move_densely(self, bucket: int, grad: Tensor) -> None:
         with self._tally.clock("select"):
-            assert self.residual is not None
-            local = self._method.select(self.residual, None, k, state)
-            rider = torch.cat([self._riders[bucket] for bucket in order])
-            local = self._inspected(local, k, self.residual, rider)
+            acc = grad.to(acc_dtype(grad))
+            owed = self.residual_of(bucket)
+            if owed is not None:  # what a sparse phase before this one still owes
+                acc = acc + owed
+            local = self._method.select(acc, acc.numel(), self.whole, None)
+        with self._tally.clock("exchange"):
+            args = local, local.values[:0], local.num, self.whole, self.comm
+            self._tally.moved[bucket] = self._method.exchange(*args)
+
+    def _move(self, group: range, k: int, state: State) -> None:
+        """Select and exchange a group, then hand every bucket its part."""
+        with self._tally.clock("select"):
+            acc = self._acc_of(group)
+            local = self._method.select(acc, k, state, self._found)
+            rider = torch.cat([self._riders[bucket] for bucket in group])
+            local = self._inspected(local, k, acc, rider)
         with self._tally.clock("exchange"):
             exchanged = self._method.exchange(local, rider, k, state, self.comm)
-            sums = exchanged.rider.split([bucket.num_dense for bucket in self.buckets])
-            for bucket, (lo, hi) in enumerate(pairwise(self.starts)):
-                self._tally.moved[bucket] = Exchanged(
-                    narrow(exchanged.result, lo, hi),
-                    narrow(exchanged.offered, lo, hi),
-                    sums[bucket],
-                    tuple(narrow(cut, lo, hi) for cut in exchanged.returned),
-                    exchanged.imbalance,
-                    exchanged.sent if bucket == 0 else 0,  # all of it, once
-                )
-        if self._sets_quotas:
-            self._set_quotas(k)
+            self._tally.moved |= self._shared_out(exchanged, group)
+
+    def _shared_out(self, exchanged: Exchanged, group: range) -> dict[int, Exchanged]:
+        """A group's exchange by bucket."""
+        if len(group) == 1:
+            return {group.start: exchanged}
+        sums = exchanged.rider.split([self.buckets[bucket].num_dense for bucket in group])
+        edges = [start - self.starts[group.start] for start in self.starts]
+        parts = {}
+        for bucket, rider in zip(group, sums, strict=True):
+            lo, hi = edges[bucket], edges[bucket + 1]
+            parts[bucket] = Exchanged(
+                narrow(exchanged.result, lo, hi),
+                narrow(exchanged.offered, lo, hi),
+                rider,
+                tuple(narrow(cut, lo, hi) for cut in exchanged.returned),
+                exchanged.imbalance,
+                exchanged.sent if bucket == group.start else 0,  # all of it, once
+            )
+        return parts
 
     def _set_quotas(self, k: int) -> None:
-        """Share k as the result was shared; every bucket starts at the model's thresholds."""
-        counts = [exchanged.result.num for exchanged in self._tally.moved.values()]
-        most = [bucket.numel - bucket.num_dense for bucket in self.buckets]
+        """Share k as the result was shared; every group starts at the model's thresholds."""
+        counts = [sum(self._tally.moved[b].result.num for b in group) for group in self.groups]
+        most = [self._most(number) for number in range(len(self.groups))]
         self.quotas = share_out(k, counts, most)
         for state in self.states:
             state.local, state.result = self.whole.local, self.whole.result

@@ -54,7 +54,8 @@ class StepStats:
     """Bytes a dense allreduce of this gradient, in its own dtype, sends: 2n(P-1)/P elements."""
 
     entries_sent: int
-    """Entries this rank sent in this step, each as often as it was; 0 in the dense phase."""
+    """Entries this rank sent in this step, each as often as it was and those that travel dense
+    among them; 0 in the dense phase."""
 
     messages: int
     """Messages this rank sent in this step."""

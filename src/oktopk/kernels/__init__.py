@@ -53,6 +53,15 @@ def count_reaching(x: Tensor, thresholds: list[float]) -> list[int]:
     return form(x.device.type).count_reaching(x, thresholds)
 
 
+def trim(sparse: Sparse, low: float, k: int) -> tuple[Sparse, float]:
+    """The largest entries of a selection above `low`, k at most and a fraction of a percent less.
+
+    Counted in 4,096 bins of magnitude above `low`, so it takes two passes over the selection and no
+    search; entries of one bin go together. Also the threshold that they reach. Overwrites `sparse`.
+    """
+    return form(sparse.values.device.type).trim(sparse, low, k)
+
+
 def accumulate_(residual: Tensor, grad: Tensor) -> None:
     """`residual += grad`, and `grad` becomes what `residual` was. One pass over both.
 

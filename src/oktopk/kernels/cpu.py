@@ -126,6 +126,8 @@ def _merge(indices, values, lo, sums, touched, out_indices, out_values):
     """Leaves `sums` and `touched` as zero as it found them."""
     last = 0
     for i in range(indices.size):
+        if i + SOON < indices.size:
+            prefetch(sums, np.intp(indices[i + SOON]) - lo)
         at = np.intp(indices[i]) - lo
         sums[at] += values[i]
         touched[at >> 5] |= np.uint32(1) << np.uint32(at & 31)
@@ -173,6 +175,24 @@ def _take_common(residual, result, indices, values, factor):
             i += 1
         if i < indices.size and indices[i] == result[j]:
             residual[result[j]] -= values[i] * factor
+
+
+@compiled
+def _count_bins(bits, sign_off, start, shift, counts):
+    for i in range(bits.size):
+        counts[min(((bits[i] & sign_off) - start) >> shift, counts.size - 1)] += 1
+
+
+@compiled
+def _compact(indices, values, bits, sign_off, level):
+    """Move the entries whose magnitude reaches the level to the front, in order."""
+    count = 0
+    for i in range(indices.size):
+        hit = (bits[i] & sign_off) >= level
+        indices[count] = indices[i]
+        values[count] = values[i]
+        count += hit
+    return count
 
 
 @compiled
@@ -287,6 +307,20 @@ def accumulate_select(
     )
     num = min(count, capacity)
     return Sparse(indices[:num], values[:num], residual.numel()), count
+
+
+def trim(sparse: Sparse, low: float, k: int) -> tuple[Sparse, float]:
+    assert sparse.indices is not None
+    values = sparse.values.numpy()
+    bits = values.view(INTEGER[sparse.values.dtype])
+    sign_off = np.iinfo(bits.dtype).max
+    start, shift = reference.first_bin(low, sparse.values)
+    counts = np.zeros(reference.BINS, np.int64)
+    _count_bins(bits, sign_off, start, shift, counts)
+    level = start + (reference.threshold_bin(torch.from_numpy(counts), k) << shift)
+    num = _compact(sparse.indices.numpy(), values, bits, sign_off, level)
+    kept = Sparse(sparse.indices[:num], sparse.values[:num], sparse.numel)
+    return kept, reference.bin_threshold(level, sparse.values.dtype)
 
 
 def count_reaching(x: Tensor, thresholds: list[float]) -> list[int]:

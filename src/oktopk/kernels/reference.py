@@ -29,6 +29,41 @@ def count_reaching(x: Tensor, thresholds: list[float]) -> list[int]:
     return (x.abs() < levels.unsqueeze(1)).logical_not_().sum(1).tolist()
 
 
+BINS = 4096
+PRECISION = 10  # bits of a magnitude that tell bins apart, beside the exponent
+INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
+MANTISSA = {torch.float32: 23, torch.float64: 52}
+
+
+def trim(sparse: Sparse, low: float, k: int) -> tuple[Sparse, float]:
+    assert sparse.indices is not None
+    bits = sparse.values.abs().view(INTEGER[sparse.values.dtype])
+    start, shift = first_bin(low, sparse.values)
+    bins = ((bits - start) >> shift).clamp_(max=BINS - 1)
+    counts = torch.bincount(bins, minlength=BINS).cpu()
+    first = threshold_bin(counts, k)
+    keep = bins >= first
+    kept = Sparse(sparse.indices[keep], sparse.values[keep], sparse.numel)
+    return kept, bin_threshold(start + (first << shift), sparse.values.dtype)
+
+
+def first_bin(low: float, values: Tensor) -> tuple[int, int]:
+    """The bits of the lowest magnitude, and how many of them do not tell bins apart."""
+    level = torch.tensor(low, dtype=torch.float64).to(values.dtype)
+    shift = MANTISSA[values.dtype] - PRECISION
+    return int(level.view(INTEGER[values.dtype])), shift
+
+
+def threshold_bin(counts: Tensor, k: int) -> int:
+    """The first bin from which on there are k entries at most; none may be in it."""
+    num_from = counts.flip(0).cumsum(0).flip(0)
+    return int((num_from > k).sum())
+
+
+def bin_threshold(bits: int, dtype: torch.dtype) -> float:
+    return torch.tensor(bits, dtype=INTEGER[dtype]).view(dtype).item()
+
+
 def accumulate_(residual: Tensor, grad: Tensor) -> None:
     before = residual.clone()
     residual.add_(grad)

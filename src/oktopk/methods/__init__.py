@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from oktopk.methods import exchanges, selection
 from oktopk.methods.exchanges import Exchanged
+from oktopk.methods.selection import Candidates
 from oktopk.methods.state import State
 from oktopk.sparse import Sparse
 
-__all__ = ["METHODS", "Exchanged", "Method", "State"]
+__all__ = ["METHODS", "Candidates", "Exchanged", "Method", "State"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,8 +19,7 @@ class Method:
     """One way to average a gradient: how to choose, how to exchange, and what that costs."""
 
     select: Callable[..., Sparse]
-    """(residual, grad, k, state) -> what this rank offers; leaves acc in `residual`, and in
-    `grad` what it was (but for `dense`, which changes neither)."""
+    """(acc, k, state, candidates) -> what this rank offers."""
 
     exchange: Callable[..., Exchanged]
     """(local, rider, k, state, comm) -> the global sums, the same bits on every rank."""
@@ -31,6 +31,9 @@ class Method:
     """Words sent per rank and step with fp32 values, headers apart; see docs/algorithms.md."""
 
     summary: str
+
+    scout: Callable[..., Candidates | None] | None = None
+    """(acc, k, state) -> candidates to be found in the pass that adds the gradient."""
 
 
 METHODS: dict[str, Method] = {
@@ -71,6 +74,7 @@ METHODS: dict[str, Method] = {
     ),
     "oktopk": Method(
         select=selection.near_exact,
+        scout=selection.scout,
         exchange=exchanges.oktopk,
         keeps_k=True,
         words="2k(P-1)/P .. 6k(P-1)/P",

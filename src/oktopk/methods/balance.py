@@ -106,7 +106,7 @@ class Gathered:
     """What rounding took off the sums of this rank; None when the form loses nothing."""
 
     sent: int
-    """Entries this rank sent."""
+    """Entries this rank sent, riders among them."""
 
 
 def gather(
@@ -150,7 +150,7 @@ def gather(
     if form != "plain":
         lost = Sparse(kept.indices, kept.values - arriving, kept.numel)
     given = sum(run.count for (source, holder), run in runs.items() if source == rank != holder)
-    sent = given + (comm.size - 1) * sum(runs[key].count for key in held)
+    sent = given + (comm.size - 1) * (sum(runs[key].count for key in held) + share.numel())
     return Gathered(result, torch.cat(riders), lost, sent)
 
 

@@ -44,7 +44,7 @@ class Exchanged:
     """Largest share of the result over the mean share."""
 
     sent: int = 0
-    """Entries this rank sent, each as often as it was."""
+    """Entries this rank sent, riders among them, each as often as it was."""
 
 
 def dense(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -> Exchanged:
@@ -71,7 +71,7 @@ def allgather(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) ->
         Sparse(local.indices, arriving, local.numel),
         in_rank_order(list(riders)),
         imbalance=_imbalance(counts),
-        sent=local.num * (comm.size - 1),
+        sent=(local.num + rider.numel()) * (comm.size - 1),
     )
 
 
@@ -94,14 +94,14 @@ def region_gather(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm
         returned = () if all_sums.lost is None else (all_sums.lost,)
     else:
         result, rider_sum = _gather_densely(mine.region, bounds, mine.share, comm)
-        sent, returned = mine.region.num * (comm.size - 1), ()
+        sent, returned = (mine.region.num + mine.share.numel()) * (comm.size - 1), ()
     return Exchanged(
         result,
         mine.offered,
         rider_sum[: rider.numel()],
         returned=returned,
         imbalance=_imbalance(counts),
-        sent=mine.outside + sent,
+        sent=mine.outside + mine.share.numel() * (comm.size - 1) + sent,
     )
 
 
@@ -140,7 +140,7 @@ def tree_merge(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -
         child, parent = _tree_edges(comm, stride)
         letter, lost = _letter(mine, total, form) if parent is not None else (None, [])
         cut += lost
-        sent += mine.num if parent is not None else 0
+        sent += mine.num + rider.numel() if parent is not None else 0
         heard = _pass(letter, mine.num, parent, child, (local, rider), comm, form, stage="reduce")
         if heard is not None:
             both = _merge_two(mine, heard[1])
@@ -153,7 +153,7 @@ def tree_merge(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -
         child, parent = _tree_edges(comm, stride)
         args = letter, mine.num, child, parent, (local, rider), comm, form
         heard = _pass(*args, stage="broadcast")
-        sent += mine.num if child is not None else 0
+        sent += mine.num + rider.numel() if child is not None else 0
         if heard is not None:
             letter, mine, total = heard
     run = Run(mine.num, 0, local.numel)
@@ -186,7 +186,7 @@ def oktopk(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -> Ex
         sums.rider[: rider.numel()],
         returned=() if sums.lost is None else (sums.lost,),
         imbalance=_imbalance(kept.counts),
-        sent=mine.outside + sums.sent,
+        sent=mine.outside + mine.share.numel() * (comm.size - 1) + sums.sent,
     )
 
 

@@ -1,23 +1,25 @@
 """Moves one and two: `residual += grad`, then choose what to offer.
 
-Every selection takes (residual, grad, k, state), leaves acc in `residual`, what the residual was in
-`grad`, and returns at most k entries. Zeros are never offered, so there may be fewer; a NaN or Inf
-always is, if k > 0. A `grad` of None is added already.
+Every selection takes (acc, k, state, candidates) and returns at most k entries. Zeros are never
+offered, so there may be fewer; a NaN or Inf always is, if k > 0. Candidates are for methods that
+have a scout: they were found in the pass that added the gradient.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from oktopk import kernels
 from oktopk.methods.state import Level, State, slope_between
-from oktopk.sparse import Sparse, acc_dtype, empty
+from oktopk.sparse import Sparse, empty
 
 BAND = 0.1  # counts may be this fraction off k
-AIM = 1.25  # candidates wanted, in k: enough to hold the k-th value when it moved a little
+AIM = 1.1  # candidates wanted, in k: enough to hold k when the scale moved a little
 ROOM = 2.0  # candidates there is room for, in k
 
 
@@ -66,32 +68,22 @@ def exact_of(acc: Tensor, k: int) -> tuple[Sparse, float]:
     return local, threshold
 
 
-def everything(residual: Tensor | None, grad: Tensor, k: int, state: State) -> Sparse:
-    """The whole gradient, for the dense exchange; fp32 at least, as the sums are."""
-    acc = grad.to(acc_dtype(grad))
-    if residual is not None:  # what a sparse phase before this one still owes
-        acc = acc + residual
-    return Sparse(None, acc, grad.numel())
+def everything(acc: Tensor, k: int, state: State, found: Candidates | None) -> Sparse:
+    """All of acc, for the dense exchange."""
+    return Sparse(None, acc, acc.numel())
 
 
-def accumulated(residual: Tensor, grad: Tensor | None) -> Tensor:
-    if grad is not None:
-        kernels.accumulate_(residual, grad)
-    return residual
-
-
-def exact(residual: Tensor, grad: Tensor | None, k: int, state: State) -> Sparse:
+def exact(acc: Tensor, k: int, state: State, found: Candidates | None) -> Sparse:
     """The exact top k of acc."""
-    return exact_of(accumulated(residual, grad), k)[0]
+    return exact_of(acc, k)[0]
 
 
-def gaussian(residual: Tensor, grad: Tensor | None, k: int, state: State) -> Sparse:
+def gaussian(acc: Tensor, k: int, state: State, found: Candidates | None) -> Sparse:
     """By the threshold that k of n normal values reach, corrected until the count is near k.
 
     Gradients have heavier tails than that, so the first guess is off; each correction costs one
     counting pass, and where none helps (ties) the exact k-th value decides.
     """
-    acc = accumulated(residual, grad)
     if k <= 0:
         return empty(acc.numel(), acc)
     rms = float(torch.linalg.vector_norm(acc, dtype=torch.float64)) / acc.numel() ** 0.5
@@ -111,30 +103,66 @@ def gaussian(residual: Tensor, grad: Tensor | None, k: int, state: State) -> Spa
     return exact_of(acc, k)[0]
 
 
-def near_exact(residual: Tensor, grad: Tensor | None, k: int, state: State) -> Sparse:
+@dataclass(slots=True)
+class Candidates:
+    """What reached a threshold somewhat below the one that k entries should reach."""
+
+    low: float
+    room: int
+    """Entries there is room for."""
+
+    parts: list[Sparse] = field(default_factory=list)
+    """The entries of consecutive parts of acc."""
+
+    count: int = 0
+    """How many reached it, also where there was no room."""
+
+    def add(self, part: Sparse, count: int) -> None:
+        self.parts.append(part)
+        self.count += count
+
+    def joined(self) -> Sparse:
+        if len(self.parts) == 1:
+            return self.parts[0]
+        starts = accumulate((part.numel for part in self.parts), initial=0)
+        indices = []
+        for part, start in zip(self.parts, starts, strict=False):
+            assert part.indices is not None
+            indices.append(part.indices + start)
+        values = [part.values for part in self.parts]
+        numel = sum(part.numel for part in self.parts)
+        return Sparse(torch.cat(indices), torch.cat(values), numel)
+
+
+def scout(acc: Tensor, k: int, state: State) -> Candidates | None:
+    """Room for candidates, to be found while the gradient is added; None: look at everything."""
+    level = state.local
+    if level is None or not 0 < k < acc.numel() or state.step % state.exact_every == 0:
+        return None
+    return Candidates(max(level.at(AIM), smallest(acc)), int(ROOM * k))
+
+
+def near_exact(acc: Tensor, k: int, state: State, found: Candidates | None) -> Sparse:
     """The top k of acc for the price of one fused pass: last step's threshold finds candidates.
 
-    A threshold a little below the last one gives about 1.25 k candidates in the same pass that adds
-    the gradient; the exact k-th of those few is then the exact k-th of all. Only when the scale
-    jumped so far that there are fewer than 0.9 k candidates or more than 2 k does a full selection
-    follow, at once. It concerns this rank alone: no collective depends on it.
+    A threshold a little below the last one gives about 1.1 k candidates in the same pass that adds
+    the gradient; they are trimmed to k. Only when the scale jumped so far that there are fewer than
+    0.9 k candidates or more than 2 k does a full selection follow, at once. It concerns this rank
+    alone: no collective depends on it.
     """
     level = state.local
-    if level is None or not 0 < k < residual.numel() or state.step % state.exact_every == 0:
-        return _exact_level(accumulated(residual, grad), k, state)
-    low = max(level.at(AIM), smallest(residual))
-    room = int(ROOM * k)
-    if grad is None:
-        candidates, count = kernels.select(residual, low, room)
-    else:
-        candidates, count = kernels.accumulate_select(residual, grad, low, room)
-    if not (1 - BAND) * k <= count <= room:
-        return _exact_level(residual, k, state)
-    if count <= k:
-        state.local = level.moved(low, count / k)
+    if found is None or not (1 - BAND) * k <= found.count <= found.room:
+        return _exact_level(acc, k, state)
+    assert level is not None
+    candidates = found.joined()
+    if found.count <= k:
+        state.local = level.moved(found.low, found.count / k)
         return candidates
-    local, threshold = top(candidates, k)
-    state.local = Level(threshold, slope_between(low, count, threshold, k) or level.slope)
+    local, threshold = kernels.trim(candidates, found.low, k)
+    if local.num < (1 - BAND) * k:  # a bin with many of them, as when all are alike
+        return _exact_level(acc, k, state)
+    slope = slope_between(found.low, found.count, threshold, local.num) or level.slope
+    state.local = Level(threshold, slope).moved(threshold, local.num / k)
     return local
 
 

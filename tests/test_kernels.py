@@ -220,6 +220,32 @@ def test_accumulating_adds_once_and_keeps_what_the_residual_was(form, dtype):
     assert bits(run(form, "accumulate_", residual, grad)) == bits([None, want, residual])
 
 
+@given(data=st.data(), dtype=st.sampled_from(DTYPES), k=st.integers(0, 60))
+@examples
+def test_trim_equals_the_reference_and_keeps_k_at_most(form, data, dtype, k):
+    x = data.draw(vectors(dtype, LENGTHS))
+    found, _ = reference.select(x, 0.5, x.numel())
+    kept, threshold = reference.trim(found, 0.5, k)
+    mine, same = run(form, "trim", found, 0.5, k)[0]
+    assert bits([mine, same]) == bits([kept, threshold])
+    assert kept.num <= k and kept.values.abs().lt(threshold).sum() == 0
+
+
+def test_trim_is_within_a_percent_of_k(form):
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(3))
+    (found, _), *_ = run(form, "select", x, 1.5, 100_000)
+    (kept, threshold), *_ = run(form, "trim", found, 1.5, 10_000)
+    assert 9_900 <= kept.num <= 10_000
+    assert kept.num == int((x.abs() >= threshold).sum())
+
+
+@given(data=st.data(), dtype=st.sampled_from(DTYPES))
+@examples
+def test_count_reaching_equals_the_reference(form, data, dtype):
+    x = data.draw(vectors(dtype, LENGTHS))
+    check(form, "count_reaching", x, [0.0, 0.5, 1.0, 3.0])
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations([1e8, 1.0, -1e8])))
 def test_merge_adds_in_the_order_of_the_parts(form, order):
     want = np.float32(0)

@@ -29,6 +29,11 @@ def warm_kernels() -> None:
         kernels.all_finite(x)
         kernels.merge(local.indices, local.values, [local.num], 0, x.numel())
         kernels.settle_(x.clone(), x, local, local, 2)
+        kernels.count_reaching(x, [3.0])
+        kernels.trim(kernels.select(x, 5.0, 300)[0], 5.0, 30)
+    low, high = torch.empty(1, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
+    kernels.encode_indices(torch.tensor([3, 9], dtype=torch.int32), 0, 3, low, high)
+    kernels.decode_indices(low, high, 0, 3, 2)
 
 
 @cache

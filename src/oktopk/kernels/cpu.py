@@ -11,8 +11,6 @@ as fast as the addition alone (benchmarks/selection.py).
 
 from __future__ import annotations
 
-import threading
-
 import numba
 import numpy as np
 import torch
@@ -26,12 +24,11 @@ AHEAD = 3  # slots written per word before looking how many hits there were
 DIGIT = 16  # bits of a magnitude counted in one pass of the k-th value
 SOON = 24  # entries from now
 PAGE = 1024  # values zeroed at once, and then in the first cache when results are written
-KEPT = 2**24  # sums that memory is kept for
+BLOCK = 2**15  # sums taken together: they fit the second cache
 
 UNSIGNED = {torch.float32: np.uint32, torch.float64: np.uint64}
 INTEGER = {torch.float32: np.int32, torch.float64: np.int64}
 
-_of_thread = threading.local()
 compiled = numba.njit(nogil=True, cache=True, boundscheck=False)
 
 
@@ -122,27 +119,32 @@ def _largest(bits, sign_off):
 
 
 @compiled
-def _merge(indices, values, lo, sums, touched, out_indices, out_values):
-    """Leaves `sums` and `touched` as zero as it found them."""
-    last = 0
-    for i in range(indices.size):
-        if i + SOON < indices.size:
-            prefetch(sums, np.intp(indices[i + SOON]) - lo)
-        at = np.intp(indices[i]) - lo
-        sums[at] += values[i]
-        touched[at >> 5] |= np.uint32(1) << np.uint32(at & 31)
-        last = max(last, at >> 5)
+def _merge(indices, values, starts, ends, lo, width, sums, touched, out_indices, out_values):
+    """Sum the parts block by block, so that the sums stay in the cache; part by part in a block.
+
+    `sums` and `touched` have a block of zeros, and are left so. `starts` is moved.
+    """
     count = 0
-    for word in range(last + 1 if indices.size else 0):
-        hits = touched[word]
-        touched[word] = 0
-        while hits:
-            at = word * 32 + np.intp(lowest_bit(hits))
-            out_indices[count] = at + lo
-            out_values[count] = sums[at]
-            sums[at] = 0
-            hits &= hits - np.uint32(1)
-            count += 1
+    for block in range(0, width, BLOCK):
+        base, limit = lo + block, lo + min(block + BLOCK, width)
+        for part in range(starts.size):
+            i = starts[part]
+            while i < ends[part] and indices[i] < limit:
+                at = np.intp(indices[i]) - base
+                sums[at] += values[i]
+                touched[at >> 5] |= np.uint32(1) << np.uint32(at & 31)
+                i += 1
+            starts[part] = i
+        for word in range((limit - base + 31) >> 5):
+            hits = touched[word]
+            touched[word] = 0
+            while hits:
+                at = word * 32 + np.intp(lowest_bit(hits))
+                out_indices[count] = at + base
+                out_values[count] = sums[at]
+                sums[at] = 0
+                hits &= hits - np.uint32(1)
+                count += 1
     return count
 
 
@@ -317,8 +319,11 @@ def trim(sparse: Sparse, low: float, k: int) -> tuple[Sparse, float]:
     start, shift = reference.first_bin(low, sparse.values)
     counts = np.zeros(reference.BINS, np.int64)
     _count_bins(bits, sign_off, start, shift, counts)
-    level = start + (reference.threshold_bin(torch.from_numpy(counts), k) << shift)
-    num = _compact(sparse.indices.numpy(), values, bits, sign_off, level)
+    first = reference.threshold_bin(torch.from_numpy(counts), k)
+    level = start + (first << shift)
+    # the last bin has everything above it too: what reaches its end may still be in it
+    fits = first < reference.BINS
+    num = _compact(sparse.indices.numpy(), values, bits, sign_off, level) if fits else 0
     kept = Sparse(sparse.indices[:num], sparse.values[:num], sparse.numel)
     return kept, reference.bin_threshold(level, sparse.values.dtype)
 
@@ -329,26 +334,20 @@ def count_reaching(x: Tensor, thresholds: list[float]) -> list[int]:
     return [_count_reaching(bits, sign_off, _bits_of(level, x)[1]) for level in thresholds]
 
 
-def _zeros(numel: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Sums and a bit for each, all zero, and to be left so: fresh memory costs more than adding."""
-    if numel > KEPT:
-        return np.zeros(numel, dtype), np.zeros((numel + 31) // 32, np.uint32)
-    rooms = _of_thread.__dict__
-    if dtype.str not in rooms or rooms[dtype.str][0].size < numel:
-        rooms[dtype.str] = np.zeros(numel, dtype), np.zeros((numel + 31) // 32, np.uint32)
-    return rooms[dtype.str]
-
-
 def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) -> Sparse:
     at_most = min(indices.numel(), hi - lo)
     out_indices = torch.empty(at_most, dtype=torch.int32)
     out_values = torch.empty(at_most, dtype=values.dtype)
-    # the parts follow each other, so reading on and on adds them in their order
+    ends = np.cumsum(splits)
     num = _merge(
         indices.numpy(),
         values.numpy(),
+        ends - splits,
+        ends,
         lo,
-        *_zeros(hi - lo, values.numpy().dtype),
+        hi - lo,
+        np.zeros(BLOCK, values.numpy().dtype),
+        np.zeros(BLOCK // 32, np.uint32),
         out_indices.numpy(),
         out_values.numpy(),
     )

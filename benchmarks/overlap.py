@@ -36,6 +36,7 @@ def measure(args, overlap: bool) -> list[oktopk.StepStats]:
         on_step=seen.append,
         clip_before=None if overlap else float("inf"),
         exact_every=1000,
+        group_numel=1,
     )
     x = torch.randn(args.batch, args.width)
     for _ in range(args.steps):

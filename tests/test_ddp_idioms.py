@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -108,15 +106,9 @@ def run_and_watch(group, steps: int, attached: dict, policy: dict | None = None)
     return seen
 
 
-def watch_in_groups(group, least: int, *args) -> list:
-    """As `run_and_watch`, with groups of `least` entries."""
-    with mock.patch("oktopk.engine.GROUP", least):
-        return run_and_watch(group, *args)
-
-
 @pytest.mark.parametrize("least", [1, 2**25])
 def test_stats_of_every_step_are_complete(worlds, least):
-    for seen in worlds.run(2, watch_in_groups, least, 40, SPARSE):
+    for seen in worlds.run(2, run_and_watch, 40, SPARSE | {"group_numel": least}):
         assert [s.step for s in seen] == list(range(40))
         assert {s.phase for s in seen[:3]} == {"dense"}
         assert {s.phase for s in seen[3:]} == {"sparse"}
@@ -125,9 +117,9 @@ def test_stats_of_every_step_are_complete(worlds, least):
             assert 0.9 * stats.k <= stats.result <= 1.1 * stats.k
             assert 0 < stats.bytes_sent < stats.bytes_dense
             assert stats.local_threshold > 0
-        whole = [s.step - 3 for s in seen[3:] if s.stages["counts"].messages_sent == 1]
+        whole = [s.step - 3 for s in seen[3:] if s.stages["split"].messages_sent == 2]
         at_once = [0, 1, 2, 4, 8, 16, 32] if least == 1 else list(range(37))
-        assert whole == at_once, "these exchange the model at once"
+        assert whole == at_once, "these exchange the model at once: a header and a letter"
 
 
 def test_a_schedule_lowers_the_density_step_by_step(worlds):

@@ -204,13 +204,13 @@ def test_a_threshold_step_costs_no_spike():
 
 
 @pytest.mark.parametrize("group", [1, 2500, 10**9])
-def test_groups_of_buckets_lose_nothing_and_keep_k(monkeypatch, group):
+def test_groups_of_buckets_lose_nothing_and_keep_k(group):
     """Several groups have quotas; one has the whole model; both count k over the model."""
-    monkeypatch.setattr("oktopk.engine.GROUP", group)
     numels, k = [1000, 1500, 500, 2000], 100
+    asked = Settings(density=k / 5000, group_numel=group)
 
     def main(comm):
-        engine = Engine(Settings(density=k / 5000), comm, [Bucket(numel) for numel in numels])
+        engine = Engine(asked, comm, [Bucket(numel) for numel in numels])
         assert len(engine.groups) == {1: 4, 2500: 2, 10**9: 1}[group]
         done = []
         for step in range(40):

@@ -248,9 +248,8 @@ def test_a_selection_has_every_nan(method, bad, num):
         assert reducer.residual.isfinite().all()
 
 
-def test_a_nan_is_seen_in_a_group_that_may_offer_nothing(monkeypatch):
-    monkeypatch.setattr("oktopk.engine.GROUP", 100)
-    engine = Engine(Settings(density=0.1), alone(), [Bucket(100), Bucket(100)])
+def test_a_nan_is_seen_in_a_group_that_may_offer_nothing():
+    engine = Engine(Settings(density=0.1, group_numel=100), alone(), [Bucket(100), Bucket(100)])
     for step in range(4):  # the fourth exchanges group by group
         engine.begin()
         assert engine.waits_for_all == (step < 3)

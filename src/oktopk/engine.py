@@ -2,8 +2,7 @@
 
 `feed` takes a bucket the moment it is ready; `finish` ends the step. In the sparse phase a bucket
 is added to what is owed, and candidates are found, at once; a group of buckets is exchanged when
-its last one has come. Groups are large, since every exchange has its rounds: a model of a few ten
-million parameters is one group. Several groups have quotas of the model's k entries, which come
+its last one has come (`Settings.group_numel`). Several groups have quotas of the model's k entries, which come
 from steps in which the whole model is selected and exchanged together: the exact-threshold steps of
 `oktopk`, more often right after the sparse phase began. The other sparse methods must see
 everything to choose, so in scope "model" the whole model is their group.
@@ -36,7 +35,6 @@ from oktopk.wire import Form
 
 NEVER = 2**62  # steps
 EARLY = frozenset({0, 1, 2, 4, 8, 16})  # sparse steps after which quotas soon grow old
-GROUP = 2**25  # entries that are worth an exchange of their own
 
 
 class NonfiniteError(FloatingPointError):
@@ -119,7 +117,10 @@ class Engine:
         for bucket, size in enumerate(bucket.numel for bucket in self.buckets):
             numel += size
             last = bucket + 1 == len(self.buckets)
-            if last or (numel >= GROUP and METHODS[self.settings.method].scout is not None):
+            if last or (
+                numel >= self.settings.group_numel
+                and METHODS[self.settings.method].scout is not None
+            ):
                 groups.append(range(start, bucket + 1))
                 start, numel = bucket + 1, 0
         return groups

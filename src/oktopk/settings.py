@@ -56,6 +56,10 @@ class Settings:
     `bf16`, `fp16` or `int8`. What rounding takes off stays in the residual. float64 gradients, and
     all at density 1, travel plain."""
 
+    group_numel: int = 2**25
+    """Consecutive buckets with at least so many entries are exchanged together (`oktopk`). Small
+    groups hide more of the exchange behind backward; large ones have fewer rounds and messages."""
+
     scope: Scope = "model"
     """Choose the k largest of the whole model, or of every bucket by itself."""
 
@@ -63,7 +67,7 @@ class Settings:
     """When a rank has a NaN or Inf, all ranks skip the step (zeros), raise, or deliver NaN."""
 
     def __post_init__(self) -> None:
-        for name in ("warmup_steps", "exact_every", "bounds_every"):
+        for name in ("warmup_steps", "exact_every", "bounds_every", "group_numel"):
             object.__setattr__(self, name, operator.index(getattr(self, name)))
         object.__setattr__(self, "density", float(self.density))
         if self.method not in METHODS:
@@ -90,7 +94,8 @@ class Settings:
         for steps, _ in self.schedule:
             if steps < 1:
                 raise ValueError(f"a part of the schedule must last 1 step or more, got {steps}")
-        for name, least in {"warmup_steps": 0, "exact_every": 1, "bounds_every": 1}.items():
+        least_of = {"warmup_steps": 0, "exact_every": 1, "bounds_every": 1, "group_numel": 1}
+        for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be {least} or more, got {getattr(self, name)}")
 

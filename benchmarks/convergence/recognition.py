@@ -11,6 +11,8 @@ from record import Key, Record, arguments
 
 # task -> config
 CONFIGS = {"spoken": "quickstart", "an4": "compact"}
+# the configs have AdamW's
+RATES = {"sgd": {"lr": "0.003"}}
 
 
 def train(key: Key, folder: Path, an4: Path | None) -> Record:
@@ -28,6 +30,7 @@ def train(key: Key, folder: Path, an4: Path | None) -> Record:
         "remedies": "none" if base == "plain" else "auto",
         "validate_every": "1",
     }
+    flags |= RATES.get(key.optimizer, {})
     if base == "plain":
         flags["ramp_steps"] = "0"
     if key.task == "an4":

@@ -2,10 +2,10 @@
 
 `feed` takes a bucket the moment it is ready; `finish` ends the step. In the sparse phase a bucket
 is added to what is owed, and candidates are found, at once; a group of buckets is exchanged when
-its last one has come (`Settings.group_numel`). Several groups have quotas of the model's k entries, which come
-from steps in which the whole model is selected and exchanged together: the exact-threshold steps of
-`oktopk`, more often right after the sparse phase began. The other sparse methods must see
-everything to choose, so in scope "model" the whole model is their group.
+its last one has come (`Settings.group_numel`). Several groups have quotas of the model's k entries,
+which come from steps in which the whole model is selected and exchanged together: the
+exact-threshold steps of `oktopk`, more often right after the sparse phase began. The other sparse
+methods must see everything to choose, so in scope "model" the whole model is their group.
 
 Nothing is applied before every bucket has been exchanged and no rank has raised the alarm, so a
 step with a NaN can be undone on all ranks. Until then a bucket holds what its residual was.
@@ -113,6 +113,7 @@ class Engine:
         """The buckets of each group. They come in order: a group is complete with its last."""
         if self.settings.scope == "bucket":
             return [range(bucket, bucket + 1) for bucket in range(len(self.buckets))]
+        splits = METHODS[self.settings.method].scout is not None
         groups, start, numel = [], 0, 0
         for bucket, size in enumerate(bucket.numel for bucket in self.buckets):
             numel += size

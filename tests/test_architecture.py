@@ -23,6 +23,7 @@ ORDER = [
     "simulate",
     "handshake",
     "methods",
+    "costs",
     "feedback",
     "stats",
     "settings",

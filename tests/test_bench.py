@@ -15,8 +15,10 @@ import pytest
 from oktopk.bench import network
 from oktopk.bench.contenders import CONTENDERS
 from oktopk.bench.measure import Row, compared
+from oktopk.bench.scale import scaled
 from oktopk.bench.shapes import MODELS, shapes_of
 from oktopk.bench.stream import gradients
+from oktopk.costs import BILLS, Link, Machine, Work, break_even, cheapest, seconds
 
 permitted = pytest.mark.skipif(network._unshare() is None, reason=network.why_not())
 NUMEL, WORKERS = 40_000, 2
@@ -151,3 +153,48 @@ def test_nothing_is_left_after_an_interrupt():
     assert process.returncode == 130
     time.sleep(0.2)
     assert interfaces() == before
+
+
+def test_advice_tells_times_and_where_they_cross():
+    done = bench("--advise", "--loopback", "--model-size", "2e6", "--step-ms", "50")
+    assert done.returncode == 0, done.stderr
+    assert "2 workers, 2,000,000 gradients, density 0.02, 50 ms of compute" in done.stdout
+    assert "1gbit" in done.stdout and "oktopk" in done.stdout and "below" in done.stdout
+
+
+def test_simulated_ranks_are_told_and_the_formula_goes_beyond():
+    done = bench("--simulate", "32", "--loopback")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line[:8].strip().isdigit()]
+    assert [int(line[0]) for line in lines] == [2, 4, 8, 16, 32]
+    assert not scaled("oktopk", 512, 10**7, 0.02, LINK, MACHINE).simulated
+    assert "measured here with 2 workers" in done.stdout
+
+
+LINK, MACHINE = Link(1e-4, 25e6), Machine(1e-9, 5e-9)  # 200 Mbit/s
+
+
+def test_costs_know_when_which_method_wins():
+    work = Work(27_600_000, 552_000, 8)
+    assert next(iter(cheapest(work, LINK, MACHINE))) == "oktopk"
+    assert next(iter(cheapest(Work(27_600_000, 552_000, 2), LINK, MACHINE))) in ("topka", "oktopk")
+    assert next(iter(cheapest(work, Link(1e-5, 100e9), MACHINE))) == "dense"
+    edge = break_even("oktopk", work, LINK.latency, MACHINE)
+    times = [
+        [
+            seconds(name, work, Link(LINK.latency, edge * factor), MACHINE)
+            for name in ("oktopk", "dense")
+        ]
+        for factor in (0.9, 1.1)
+    ]
+    assert times[0][0] < times[0][1] and times[1][0] > times[1][1]
+
+
+@pytest.mark.parametrize("P", [4, 32])
+@pytest.mark.parametrize("method", ["topka", "oktopk"])
+def test_simulation_and_formula_agree(method, P):
+    numel = 2_000_000
+    told = scaled(method, P, numel, 0.02, LINK, MACHINE)
+    formula = BILLS[method](Work(numel, 40_000, P)).bytes
+    assert told.simulated
+    assert told.bytes_sent == pytest.approx(formula, rel=0.1)

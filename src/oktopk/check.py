@@ -11,19 +11,18 @@ the laws: nothing is lost, all ranks agree, k means k.
 from __future__ import annotations
 
 import sys
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
 from oktopk.comm import Comm, TorchTransport
+from oktopk.costs import MEGABYTE, probe_link
 from oktopk.launch import find_place, joined, start_workers, workers_to_start
 from oktopk.methods import METHODS
 from oktopk.reducer import Reducer
 
 WORKERS, NUMEL, DENSITY = 2, 20_000, 0.02
 STEPS, QUICK_STEPS = 36, 4
-MEGABYTE = 2**20
 
 
 def check(workers: int | None, timeout: float, quick: bool, argv: list[str]) -> int:
@@ -41,9 +40,9 @@ def _check_rank(launcher: str, device: torch.device, quick: bool) -> int:
     say(f"{comm.size} {'ranks' if comm.size > 1 else 'rank'} by {launcher}, ")
     say(f"{dist.get_backend()} on {device}, {torch.get_num_threads()} threads, ")
     say(f"torch {torch.__version__}\n")
-    latency, bandwidth = _measure(comm, device, 1 if quick else 5)
-    say(f"latency {latency * 1e6:.0f} microseconds, ")
-    say(f"{bandwidth / MEGABYTE:.0f} MB/s sent per rank with all ranks sending\n")
+    link = probe_link(comm, device, 1 if quick else 5)
+    say(f"latency {link.latency * 1e6:.0f} microseconds, ")
+    say(f"{link.bandwidth / MEGABYTE:.0f} MB/s sent per rank with all ranks sending\n")
     complaints = 0
     for method in METHODS:
         problems = _broken_laws(method, comm, device, QUICK_STEPS if quick else STEPS)
@@ -51,19 +50,6 @@ def _check_rank(launcher: str, device: torch.device, quick: bool) -> int:
         say(f"{method:10} {'; '.join(problems) or 'keeps the laws'}\n")
     say("all is well\n" if not complaints else f"FAILED: {complaints} complaints\n")
     return int(complaints > 0)
-
-
-def _measure(comm: Comm, device: torch.device, rounds_of_large: int) -> tuple[float, float]:
-    """Seconds of a smallest round, and bytes a rank sends per second in a large one."""
-    small, large = torch.zeros(1, device=device), torch.zeros(MEGABYTE, device=device)
-    seconds = {}
-    for name, x, rounds in (("small", small, 20), ("large", large, rounds_of_large)):
-        comm.all_gather(x, stage="check")
-        start = perf_counter()
-        for _ in range(rounds):
-            comm.all_gather(x, stage="check")
-        seconds[name] = max((perf_counter() - start) / rounds, 1e-9)
-    return seconds["small"], large.nbytes * (comm.size - 1) / seconds["large"]
 
 
 def _broken_laws(method: str, comm: Comm, device: torch.device, steps: int) -> list[str]:

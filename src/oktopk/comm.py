@@ -123,15 +123,15 @@ class Comm:
         self.ledger = Ledger()
         self.alarm = False
         """Raise it and every rank's is raised by its next exchange: it rides on the sizes."""
-        self._transport = transport
+        self.transport = transport
 
     def close(self) -> None:
         """Give the transport up."""
-        self._transport.close()
+        self.transport.close()
 
     def all_reduce_(self, x: Tensor, *, stage: str) -> Tensor:
         """Sum in place: the dense exchange. 2n(P-1)/P elements sent."""
-        self._transport.all_reduce_(x)
+        self.transport.all_reduce_(x)
         self.ledger.add(stage, dense_allreduce(x.nbytes, self.size))
         return x
 
@@ -191,7 +191,7 @@ class Comm:
 
     def _swap(self, x: Tensor, stage: str) -> Tensor:
         out = x.new_empty(x.shape)
-        self._transport.swap(x, out)
+        self.transport.swap(x, out)
         rows = [x[0].nbytes] * (self.size - 1)
         self.ledger.add(stage, messages(rows, rows, header=True))
         return out
@@ -204,7 +204,7 @@ class Comm:
         *,
         header: bool = False,
     ) -> None:
-        self._transport.exchange(outgoing, incoming)
+        self.transport.exchange(outgoing, incoming)
         sent = (message.nbytes for message in outgoing.values())
         received = (message.nbytes for message in incoming.values())
         self.ledger.add(stage, messages(sent, received, header=header))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from oktopk.comm import Comm, TorchTransport
+from oktopk.costs import BITS, Work, cheapest, probe_link, probe_machine
 from oktopk.exchanger import Arrived
 from oktopk.followed import Followed
 from oktopk.handle import Handle
@@ -27,7 +29,7 @@ from oktopk.misuse import refuse_misuse
 from oktopk.policy import Policy
 from oktopk.remedies import suited, warn_if_short
 from oktopk.rollcall import RollCall, patience_of
-from oktopk.settings import Settings
+from oktopk.settings import Settings, num_kept
 from oktopk.stats import StepStats
 
 log = logging.getLogger("oktopk")
@@ -53,7 +55,8 @@ def attach(
     """Compress the gradient exchange of a DDP model. Every rank must call it, before training.
 
     Args:
-        method: a name of `oktopk.METHODS`.
+        method: a name of `oktopk.METHODS`, or `auto`: dense, topka or oktopk, whichever is fastest
+            by a short measurement of the network and the kernels now; logged.
         density: fraction of the entries that is kept, in (0, 1].
         warmup_steps: dense steps before the sparse phase.
         ramp_steps: steps in which the density then falls from 25 %. Twice the warm-up when there is
@@ -78,12 +81,15 @@ def attach(
     if scaler is not None:
         more.setdefault("on_nonfinite", "deliver")
     followed = Followed(optimizer, scaler)
-    settings = Settings(method=method, density=density, warmup_steps=warmup_steps, **more)
+    asked = "oktopk" if method == "auto" else method
+    settings = Settings(method=asked, density=density, warmup_steps=warmup_steps, **more)
     first = dist.get_rank(model.process_group) == 0
     settings = suited(followed.optimizer, settings, ramp_steps, more, tells=first)
     if total_steps is not None and method != "dense":
         warn_if_short(settings, total_steps)
     comm, roll_call = _own_group(model.process_group, timeout)
+    if method == "auto":
+        settings = replace(settings, method=_chosen(model, settings, comm))
     handle = Handle(model, settings, comm, roll_call, policy or Policy(), followed)
     handle.on_step, handle.clip_before, handle.check_every = on_step, clip_before, check_every
     try:
@@ -92,6 +98,29 @@ def attach(
         handle.close()
         raise
     return handle
+
+
+def _chosen(model: DistributedDataParallel, settings: Settings, comm: Comm) -> str:
+    """The method with the shortest exchange by measured network and kernels, the same on all ranks.
+
+    One choice for the model: its groups are alike in size, or there is only one.
+    """
+    device = next(model.parameters()).device
+    numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    link, machine = probe_link(comm, device), probe_machine(comm, device)
+    kept = num_kept(numel, settings.density)
+    times = cheapest(Work(numel, kept, comm.size, BITS[settings.wire]), link, machine)
+    best = next(iter(times))
+    if comm.rank == 0:
+        predicted = ", ".join(f"{name} {1e3 * taken:.0f} ms" for name, taken in times.items())
+        log.info(
+            "auto: %s (predicted for an exchange: %s; latency %.2f ms, %.0f Mbit/s per rank)",
+            best,
+            predicted,
+            1e3 * link.latency,
+            8e-6 * link.bandwidth,
+        )
+    return best
 
 
 def _own_group(group: Any, timeout: float) -> tuple[Comm, RollCall]:

@@ -118,10 +118,7 @@ class Engine:
         for bucket, size in enumerate(bucket.numel for bucket in self.buckets):
             numel += size
             last = bucket + 1 == len(self.buckets)
-            if last or (
-                numel >= self.settings.group_numel
-                and METHODS[self.settings.method].scout is not None
-            ):
+            if last or (splits and numel >= self.settings.group_numel):
                 groups.append(range(start, bucket + 1))
                 start, numel = bucket + 1, 0
         return groups

@@ -115,7 +115,12 @@ def alone() -> Comm:
     return Comm(SimulatedTransport(Hub(1), 0))
 
 
-def simulate(size: int, rank_main: Callable[[Comm], T]) -> list[T]:
+def simulate(
+    size: int,
+    rank_main: Callable[[Comm], T],
+    *,
+    transport: type[SimulatedTransport] = SimulatedTransport,
+) -> list[T]:
     """Run `rank_main(comm)` on `size` simulated ranks; return what each returned, by rank.
 
     The first error of any rank ends all of them and is raised here.
@@ -129,7 +134,7 @@ def simulate(size: int, rank_main: Callable[[Comm], T]) -> list[T]:
         torch.set_num_threads(1)  # one pool of threads per rank would be size times too many
         try:
             hub.wait_turn(rank)
-            return rank_main(Comm(SimulatedTransport(hub, rank)))
+            return rank_main(Comm(transport(hub, rank)))
         except AbandonedError:
             return None
         except BaseException as error:  # noqa: BLE001 - raised again below, in the caller's thread

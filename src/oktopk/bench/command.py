@@ -7,12 +7,13 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from oktopk.bench import network
 from oktopk.bench.contenders import CONTENDERS, DENSE, FLOOR
 from oktopk.bench.shapes import MODELS, shapes_of
 from oktopk.launch import LaunchError, find_place, joined, start_workers, workers_to_start
+from oktopk.wire import Form
 
 WORKERS = 8
 RATES = "none,1gbit,200mbit"
@@ -31,9 +32,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--methods", default=",".join(CONTENDERS), help="comma-separated; default: %(default)s"
     )
+    parser.add_argument(
+        "--wire", default="bf16", choices=get_args(Form), help="how entries travel (%(default)s)"
+    )
     parser.add_argument("--seconds", type=float, default=4.0, help="of steps per row (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows for programs")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a bar chart as PNG")
+    parser.add_argument(
+        "--advise", action="store_true", help="predict, from a short measurement, instead"
+    )
+    parser.add_argument("--model-size", metavar="N", help="--advise: gradients, instead of --model")
+    parser.add_argument(
+        "--step-ms", type=float, default=0.0, metavar="T", help="--advise: compute of a step (0)"
+    )
+    parser.add_argument(
+        "--simulate", type=int, metavar="P", help="the methods on up to P simulated workers instead"
+    )
     parser.add_argument("--loopback", action="store_true", help="no namespaces, no shaping")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for a rank")
 
@@ -45,12 +59,12 @@ def command(args: argparse.Namespace, argv: list[str]) -> int:
     place = find_place()
     number = workers_to_start(place, args.workers, WORKERS)
     if not number:
-        from oktopk.bench.worker import work
+        from oktopk.bench.worker import predict, work
 
         if network.inside():
             os.environ["GLOO_SOCKET_IFNAME"] = network.DEVICE
         with joined(place, args.timeout):
-            return work(args, rates, methods)
+            return (predict if args.advise or args.simulate else work)(args, rates, methods)
     if not args.loopback:
         network.enter(argv)
     if network.inside():
@@ -79,6 +93,9 @@ def _check(args: argparse.Namespace, rates: list[str]) -> None:
     try:
         for rate in rates:
             network.check_rate(rate)
+        args.model = args.model_size or args.model
+        if args.simulate is not None and args.simulate < 2:
+            raise ValueError(f"--simulate needs 2 workers or more, got {args.simulate}")
         shapes_of(args.model)
         if not 0 < args.density <= 1:
             raise ValueError(f"--density must be in (0, 1], got {args.density}")

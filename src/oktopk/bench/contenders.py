@@ -90,5 +90,5 @@ CONTENDERS: dict[str, Contender] = {
     "ddp_fp16": Contender(hook=_peer(default_hooks.fp16_compress_hook), sent=_dense_bytes(2)),
     "ddp_powersgd_r1": _powersgd(1),
     "ddp_powersgd_r4": _powersgd(4),
-    **{name: Contender(hook=_ours(name), sent=_dense_bytes(4), settles=18) for name in METHODS},
+    **{name: Contender(hook=_ours(name), sent=_dense_bytes(4), settles=6) for name in METHODS},
 }

@@ -19,7 +19,7 @@ from oktopk.comm import Comm
 from oktopk.stats import StepStats
 
 FEWEST, MOST = 3, 30  # steps of a row
-SETTLE = 1.5  # seconds to settle in, in those of a row; DDP must have its two steps
+SETTLE = 2.0  # seconds to settle in, in those of a row; DDP must have its two steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import sys
@@ -10,12 +11,16 @@ import sys
 import torch
 
 from oktopk.bench import network
+from oktopk.bench.advise import advise
 from oktopk.bench.command import write
+from oktopk.bench.contenders import DENSE, FLOOR
 from oktopk.bench.measure import Row, compared, measure
+from oktopk.bench.scale import STEPS, scaled, show
 from oktopk.bench.shapes import shapes_of
 from oktopk.bench.stream import Stream
 from oktopk.bench.table import head, line
 from oktopk.comm import Comm, TorchTransport
+from oktopk.costs import probe_link, probe_machine
 
 
 def work(args: argparse.Namespace, rates: list[str], methods: list[str]) -> int:
@@ -34,21 +39,50 @@ def work(args: argparse.Namespace, rates: list[str], methods: list[str]) -> int:
             network.shape(comm.size, rate)
         say(f"\n{'unshaped' if rate == network.UNSHAPED else rate}\n{head()}\n")
         for name in methods:
-            row = measure(
-                name,
-                stream,
-                shapes,
-                comm,
-                rate=rate,
-                seconds=args.seconds,
-                settings={"density": args.density},
-                counter=_counter(comm.size),
-            )
-            rows.append(compared(row, rows))
+            rows.append(compared(_measured(name, rate, stream, args, comm), rows))
             say(line(rows[-1]) + "\n")
             sys.stdout.flush()
     if comm.rank == 0:
         write(rows, args)
+    return 0
+
+
+def _measured(name: str, rate: str, stream: Stream, args: argparse.Namespace, comm: Comm) -> Row:
+    return measure(
+        name,
+        stream,
+        shapes_of(args.model),
+        comm,
+        rate=rate,
+        seconds=args.seconds,
+        settings={"density": args.density, "wire": args.wire},
+        counter=_counter(comm.size),
+    )
+
+
+def predict(args: argparse.Namespace, rates: list[str], _: list[str]) -> int:
+    """Measure network and kernels here; then advise, or go on with simulated workers."""
+    comm, cpu = Comm(TorchTransport()), torch.device("cpu")
+    numel = sum(math.prod(shape) for shape in shapes_of(args.model))
+    link, machine = probe_link(comm, cpu), probe_machine(comm, cpu)
+    if args.advise:
+        advise(numel, args.density, args.step_ms, rates, comm, machine, link)
+        return 0
+    names = [FLOOR, DENSE, *STEPS]
+    stream, rows = Stream(shapes_of(args.model), comm.rank), []
+    for name in names:
+        row = _measured(name, network.UNSHAPED, stream, args, comm)
+        rows.append(compared(row, rows))
+    if comm.rank == 0:
+        show(args.simulate, numel, args.density, link, machine)
+        found = {row.method.removeprefix("ddp_"): row for row in rows}
+        sys.stdout.write(f"measured here with {comm.size} workers, against the clock:")
+        for name in ("dense", *STEPS):
+            told = scaled(name, comm.size, numel, args.density, link, machine)
+            took = f"{found[name].ms_above_noop:.0f} ms ({1e3 * told.seconds:.0f})"
+            sent = f"{found[name].bytes_sent / 1e6:.2f} MB ({told.bytes_sent / 1e6:.2f})"
+            sys.stdout.write(f"\n{name:>8} {took}, {sent}")
+        sys.stdout.write("\n")
     return 0
 
 

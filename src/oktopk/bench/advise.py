@@ -1,0 +1,54 @@
+"""`oktopk bench --advise`: what to expect of each method, before anything is built on it."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+from oktopk.bench.network import UNSHAPED
+from oktopk.comm import Comm
+from oktopk.costs import BILLS, BITS, Link, Machine, Work, break_even, seconds
+
+UNITS = {"tbit": 1e12, "gbit": 1e9, "mbit": 1e6, "kbit": 1e3, "bit": 1.0}
+
+
+def bits_per_second(rate: str) -> float:
+    """`"200mbit"` -> 2e8, as `tc` reads it."""
+    unit = next(unit for unit in UNITS if rate.endswith(unit))
+    return float(rate.removesuffix(unit)) * UNITS[unit]
+
+
+def advise(
+    numel: int, density: float, step_ms: float, rates: list[str], comm: Comm, machine: Machine,
+    link: Link,
+) -> None:  # fmt: skip
+    """Print the table; `link` is this network as it was measured."""
+    say = sys.stdout.write if comm.rank == 0 else len
+    work = Work(numel, max(1, round(density * numel)), comm.size, BITS["bf16"])
+    links = {
+        f"{rate}": Link(link.latency, min(bits_per_second(rate) / 8, link.bandwidth))
+        for rate in rates
+        if rate != UNSHAPED
+    }
+    links["here"] = link
+    say(f"{comm.size} workers, {numel:,} gradients, density {density:g}, ")
+    say(f"{step_ms:g} ms of compute\n")
+    say(f"measured here: {1e3 * link.latency:.2f} ms latency, ")
+    say(f"{8e-6 * link.bandwidth:.0f} Mbit/s sent per worker while all send, kernels ")
+    say(f"{1e9 * machine.per_element:.2f} ns per element, ")
+    say(f"{1e9 * machine.per_entry:.1f} per entry\n\n")
+    say("predicted milliseconds per step, nothing overlapped\n")
+    say(f"{'method':10}" + "".join(f"{name:>10}" for name in links) + "   faster than dense\n")
+    for method in BILLS:
+        times = [step_ms + 1e3 * seconds(method, work, its, machine) for its in links.values()]
+        edge = break_even(method, work, link.latency, machine)
+        say(f"{method:10}" + "".join(f"{time:10.0f}" for time in times))
+        say(f"   {'' if method == 'dense' else _below(edge)}\n")
+
+
+def _below(bytes_per_second: float) -> str:
+    if bytes_per_second == math.inf:
+        return "always"
+    if bytes_per_second == 0:
+        return "never"
+    return f"below {8e-6 * bytes_per_second:,.0f} Mbit/s per worker"

@@ -157,7 +157,8 @@ def opening(run: Run, folder: Path) -> str:
 
 def _phases(run: Run) -> str:
     config, dense = run.config, min(run.config.warmup_steps, run.total_steps)
-    if config.method == "dense" or dense == run.total_steps:
+    method = run.handle.settings.method
+    if method == "dense" or dense == run.total_steps:
         return "all of them dense"
     ramp = f"{config.ramp_steps} from 25 % down, " if config.ramp_steps else ""
-    return f"{dense} of them dense, {ramp}then {config.method} at density {config.density:g}"
+    return f"{dense} of them dense, {ramp}then {method} at density {config.density:g}"

@@ -15,9 +15,10 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from oktopk.methods import METHODS
+from oktopk.wire import Form
 
 SHIPPED = Path(__file__).parent / "configs"
 DEFAULT = "quickstart"
@@ -63,8 +64,9 @@ class Config:
     clip_before: float = option(0.0, "norm each worker clips to before the exchange; 0: off")
     clip_after: float = option(400.0, "norm all clip to after the exchange; 0: off")
 
-    method: str = option("oktopk", "how gradients are exchanged", *METHODS)
+    method: str = option("oktopk", "how gradients are exchanged", *METHODS, "auto")
     density: float = option(0.02, "fraction of the gradient that is kept")
+    wire: str = option("bf16", "how entries travel", *get_args(Form))
     warmup_steps: int = option(128, "dense steps before the sparse phase")
     ramp_steps: int = option(0, "steps after them in which the density falls from 25 %")
     remedies: str = option("auto", "what suits the optimizer, or plain feedback", "auto", "none")

@@ -172,6 +172,7 @@ def set_up(config: Config, comm: Comm, device: torch.device, place: Place) -> Ru
         optimizer=optimizer if config.remedies == "auto" else None,
         method=config.method,
         density=config.density,
+        wire=config.wire,
         warmup_steps=config.warmup_steps,
         ramp_steps=config.ramp_steps,
         clip_before=config.clip_before or None,

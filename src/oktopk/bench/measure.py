@@ -49,7 +49,7 @@ class Row:
     """By a rank in a step, from the ledger (for the hooks of PyTorch: by their algorithm)."""
 
     bytes_on_interface: int | None = None
-    """The same from the kernel's counter: with TCP's and Ethernet's own bytes."""
+    """The same from the kernel's counters: with TCP's and Ethernet's own bytes."""
 
     bits_per_kept: float | None = None
     """Bits sent per entry sent, headers included; None where everything is sent."""
@@ -97,7 +97,10 @@ def measure(
     if handle is not None:
         handle.close()
     sent, entries = _sent(seen, contender.sent(shapes, comm.size), comm)
-    on_interface = None if before is None or after is None else (after - before) // len(times)
+    on_interface = None
+    if before is not None and after is not None:
+        passed = _gathered(torch.tensor(after - before), comm).sum()
+        on_interface = int(passed) // comm.size // len(times)
     low, middle, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
     return Row(
         method=name,

@@ -239,6 +239,13 @@ def test_trim_is_within_a_percent_of_k(form):
     assert kept.num == int((x.abs() >= threshold).sum())
 
 
+@given(data=st.data(), dtype=st.sampled_from(DTYPES), factor=st.sampled_from([1.0, 1.3]))
+@examples
+def test_add_at_equals_the_reference(form, data, dtype, factor):
+    x = data.draw(vectors(dtype, st.integers(0, 60)))
+    check(form, "add_at_", x, data.draw(sparses(0, x.numel(), dtype)), factor)
+
+
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
 @examples
 def test_count_reaching_equals_the_reference(form, data, dtype):

@@ -33,7 +33,7 @@ def warm_kernels() -> None:
         kernels.trim(kernels.select(x, 5.0, 300)[0], 5.0, 30)
     low, high = torch.empty(1, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
     kernels.encode_indices(torch.tensor([3, 9], dtype=torch.int32), 0, 3, low, high)
-    kernels.decode_indices(low, high, 0, 3, 2)
+    kernels.decode_indices(low, high, 0, 3, torch.empty(2, dtype=torch.int32))
 
 
 @cache

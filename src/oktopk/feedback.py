@@ -30,5 +30,4 @@ def settle_(
     assert residual is not None
     kernels.settle_(grad, residual, result, exchanged.offered, size, 1 + advance)
     for sums in exchanged.returned:  # one by one: indices are unique within each
-        assert sums.indices is not None
-        residual.index_add_(0, sums.indices, sums.values, alpha=1 + advance)
+        kernels.add_at_(residual, sums, 1 + advance)

@@ -92,14 +92,27 @@ def encode(indices: Tensor, values: Tensor, run: Run, form: Form, out: Tensor) -
     return _decoded(coded, run.count, form, values.dtype)
 
 
-def decode(words: Tensor, run: Run, form: Form, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The indices and values of a run. O(num)."""
-    if words.numel() == run.count * (1 + dtype.itemsize // WORD):
-        values, indices = words.split([words.numel() - run.count, run.count])
-        return indices, values.clone().view(dtype)  # a copy is aligned for any type
+def decode(words: Tensor, run: Run, form: Form, indices: Tensor, values: Tensor) -> None:
+    """Fill `indices` and `values` with those of a run. O(num)."""
+    if words.numel() == run.count * (1 + values.dtype.itemsize // WORD):
+        bits, where = words.split([words.numel() - run.count, run.count])
+        indices.copy_(where)
+        values.copy_(bits.clone().view(values.dtype))  # a copy is aligned for any type
+        return
     coded, low, high = words.split([value_words(run.count, form), run.low_words, run.high_words])
-    indices = kernels.decode_indices(low, high, run.lo, run.low_bits, run.count)
-    return indices, _decoded(coded, run.count, form, dtype)
+    kernels.decode_indices(low, high, run.lo, run.low_bits, indices)
+    if form == "int8":
+        values.copy_(_decoded(coded, run.count, form, values.dtype))
+    else:
+        values.copy_(coded.view(VALUES[form])[: run.count])
+
+
+def room(runs: list[Run], like: Tensor) -> tuple[Tensor, list[Tensor], Tensor, list[Tensor]]:
+    """Indices and values of runs, one after the other, and the parts of each run."""
+    counts = [run.count for run in runs]
+    indices = torch.empty(sum(counts), dtype=torch.int32, device=like.device)
+    values = like.new_empty(sum(counts))
+    return indices, list(indices.split(counts)), values, list(values.split(counts))
 
 
 def _coded(values: Tensor, form: Form) -> Tensor | None:

@@ -108,6 +108,11 @@ def encode_indices(indices: Tensor, lo: int, low_bits: int, low: Tensor, high: T
     form(indices.device.type).encode_indices(indices, lo, low_bits, low, high)
 
 
-def decode_indices(low: Tensor, high: Tensor, lo: int, low_bits: int, count: int) -> Tensor:
-    """The `count` int32 indices that `encode_indices` wrote. O(num)."""
-    return form(low.device.type).decode_indices(low, high, lo, low_bits, count)
+def decode_indices(low: Tensor, high: Tensor, lo: int, low_bits: int, out: Tensor) -> None:
+    """Fill `out` with the int32 indices that `encode_indices` wrote. O(num)."""
+    form(low.device.type).decode_indices(low, high, lo, low_bits, out)
+
+
+def add_at_(x: Tensor, sparse: Sparse, factor: float) -> None:
+    """Add `sparse * factor` to x. O(num)."""
+    form(x.device.type).add_at_(x, sparse, factor)

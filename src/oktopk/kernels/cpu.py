@@ -206,6 +206,14 @@ def _count_reaching(bits, sign_off, threshold):
 
 
 @compiled
+def _add_at(x, indices, values, factor):
+    for i in range(indices.size):
+        if i + SOON < indices.size:
+            prefetch(x, np.intp(indices[i + SOON]))
+        x[indices[i]] += values[i] * factor
+
+
+@compiled
 def _encode_indices(indices, lo, low_bits, low, high):
     held, filled, word = np.uint64(0), np.uint64(0), 0
     bits = np.uint64(low_bits)
@@ -374,8 +382,12 @@ def encode_indices(indices: Tensor, lo: int, low_bits: int, low: Tensor, high: T
     _encode_indices(indices.numpy(), lo, low_bits, *words)
 
 
-def decode_indices(low: Tensor, high: Tensor, lo: int, low_bits: int, count: int) -> Tensor:
-    indices = torch.empty(count, dtype=torch.int32)
+def decode_indices(low: Tensor, high: Tensor, lo: int, low_bits: int, out: Tensor) -> None:
     words = low.numpy().view(np.uint32), high.numpy().view(np.uint32)
-    _decode_indices(*words, lo, low_bits, indices.numpy())
-    return indices
+    _decode_indices(*words, lo, low_bits, out.numpy())
+
+
+def add_at_(x: Tensor, sparse: Sparse, factor: float) -> None:
+    assert sparse.indices is not None
+    values = sparse.values.numpy()
+    _add_at(x.numpy(), sparse.indices.numpy(), values, values.dtype.type(factor))

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 # torch has no faster way to look for a NaN; the bits of indices could be faster in Triton
+from oktopk.kernels.reference import add_at_ as add_at_
 from oktopk.kernels.reference import all_finite as all_finite
 from oktopk.kernels.reference import count_reaching as count_reaching
 from oktopk.kernels.reference import decode_indices as decode_indices

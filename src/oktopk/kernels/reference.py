@@ -110,12 +110,18 @@ def encode_indices(indices: Tensor, lo: int, low_bits: int, low: Tensor, high: T
     high.copy_(_words(ones, high.numel()))
 
 
-def decode_indices(low: Tensor, high: Tensor, lo: int, low_bits: int, count: int) -> Tensor:
+def add_at_(x: Tensor, sparse: Sparse, factor: float) -> None:
+    assert sparse.indices is not None
+    x[sparse.indices.long()] += sparse.values * factor  # no index twice
+
+
+def decode_indices(low: Tensor, high: Tensor, lo: int, low_bits: int, out: Tensor) -> None:
+    count = out.numel()
     numbers = torch.arange(count, device=low.device)
     upper = _bits(high).nonzero().squeeze(1)[:count] - numbers
     places = torch.arange(low_bits, device=low.device)
     lower = (_bits(low)[: count * low_bits].view(count, low_bits) << places).sum(1)
-    return ((upper << low_bits) + lower + lo).int()
+    out.copy_((upper << low_bits) + lower + lo)
 
 
 def _words(bits: Tensor, num_words: int) -> Tensor:

@@ -139,19 +139,14 @@ def gather(
         words |= {(source, rank): piece for source, piece in heard.items()}
     held = [key for key in sorted(runs) if key[1] == rank]
     block = torch.cat([*(words[key] for key in held), share.contiguous().view(torch.int32)])
-    pieces, riders = _read_blocks(block, runs, share, comm, form)
-    parts = [pieces[key] for key in runs]
-    result = Sparse(
-        torch.cat([indices for indices, _ in parts]),
-        torch.cat([values for _, values in parts]),
-        kept.numel,
-    )
+    indices, values, rider = _read_blocks(block, runs, share, comm, form)
+    result = Sparse(indices, values, kept.numel)
     lost = None
     if form != "plain":
         lost = Sparse(kept.indices, kept.values - arriving, kept.numel)
     given = sum(run.count for (source, holder), run in runs.items() if source == rank != holder)
     sent = given + (comm.size - 1) * (sum(runs[key].count for key in held) + share.numel())
-    return Gathered(result, torch.cat(riders), lost, sent)
+    return Gathered(result, rider, lost, sent)
 
 
 Key = tuple[int, int]
@@ -192,8 +187,8 @@ def _encoded(
 
 def _read_blocks(
     block: Tensor, runs: dict[Key, Run], share: Tensor, comm: Comm, form: Form
-) -> tuple[dict[Key, tuple[Tensor, Tensor]], list[Tensor]]:
-    """Send my block to all; the pieces and the riders of all blocks."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Send my block to all; the indices, values and riders of all blocks, in index order."""
     dtype = share.dtype
     held = {rank: [key for key in sorted(runs) if key[1] == rank] for rank in range(comm.size)}
     widths = {
@@ -208,10 +203,13 @@ def _read_blocks(
         dict.fromkeys(peers, block), {rank: sum(widths[rank]) for rank in peers}, stage="gather"
     )
     blocks[comm.rank] = block
-    pieces, riders = {}, []
+    indices, index_parts, values, value_parts = wire.room(list(runs.values()), share)
+    place = {key: number for number, key in enumerate(runs)}
+    riders = []
     for rank, keys in held.items():
         *parts, rider = blocks[rank].split(widths[rank])
         for key, words in zip(keys, parts, strict=True):
-            pieces[key] = wire.decode(words, runs[key], form, dtype)
+            number = place[key]
+            wire.decode(words, runs[key], form, index_parts[number], value_parts[number])
         riders.append(rider.clone().view(dtype))
-    return pieces, riders
+    return indices, values, torch.cat(riders)

@@ -16,7 +16,6 @@ from oktopk import kernels, wire
 from oktopk.comm import Comm
 from oktopk.methods import balance, letters
 from oktopk.methods.agreement import select_globally
-from oktopk.methods.letters import in_rank_order
 from oktopk.methods.regions import agreed_bounds, equal_bounds, one_owner_bounds, split_reduce
 from oktopk.methods.selection import top
 from oktopk.methods.state import State
@@ -63,13 +62,12 @@ def allgather(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) ->
     peers = [peer for peer in range(comm.size) if peer != comm.rank]
     sizes = {peer: letters.size(runs[peer], form, dtype, rider.numel()) for peer in peers}
     heard = comm.exchange(dict.fromkeys(peers, mine), sizes, stage="gather")
-    parts = {peer: letters.read(heard[peer], runs[peer], form, dtype) for peer in peers}
-    parts[comm.rank] = local.indices, arriving, rider
-    indices, values, riders = zip(*(parts[rank] for rank in range(comm.size)), strict=True)
+    own = comm.rank, local.indices, arriving, rider
+    indices, values, total = letters.read_all(heard, runs, form, own)
     return Exchanged(
-        kernels.merge(torch.cat(indices), torch.cat(values), counts, 0, local.numel),
+        kernels.merge(indices, values, counts, 0, local.numel),
         Sparse(local.indices, arriving, local.numel),
-        in_rank_order(list(riders)),
+        total,
         imbalance=_imbalance(counts),
         sent=(local.num + rider.numel()) * (comm.size - 1),
     )
@@ -156,9 +154,7 @@ def tree_merge(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -
         sent += mine.num + rider.numel() if child is not None else 0
         if heard is not None:
             letter, mine, total = heard
-    run = Run(mine.num, 0, local.numel)
-    indices, values, _ = letters.read(letter, run, form, local.values.dtype)
-    result = Sparse(indices, values, local.numel)
+    result, _ = _opened(letter, mine.num, local, form)
     returned = tuple(_filtered(sums, result, invert=False) for sums in cut)
     return Exchanged(result, local, total, returned=returned, sent=sent)
 
@@ -242,8 +238,15 @@ def _pass(
     heard = comm.exchange(outgoing, sizes, stage=stage)
     if source is None:
         return None
-    indices, values, riders = letters.read(heard[source], run, form, dtype)
-    return heard[source], Sparse(indices, values, local.numel), riders
+    return heard[source], *_opened(heard[source], run.count, local, form)
+
+
+def _opened(letter: Tensor, num: int, like: Sparse, form: Form) -> tuple[Sparse, Tensor]:
+    """The entries and riders of a letter."""
+    run = Run(num, 0, like.numel)
+    indices, _, values, _ = wire.room([run], like.values)
+    rider = letters.read(letter, run, form, indices, values)
+    return Sparse(indices, values, like.numel), rider
 
 
 def _merge_two(a: Sparse, b: Sparse) -> Sparse:

@@ -30,11 +30,34 @@ def write(
     return words, wire.encode(indices, values, run, form, words[:run_words])
 
 
-def read(words: Tensor, run: Run, form: Form, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Indices, values and riders of a letter. O(num)."""
-    run_words = wire.num_words(run, form, dtype)
-    indices, values = wire.decode(words[:run_words], run, form, dtype)
-    return indices, values, words[run_words:].clone().view(dtype)
+def read(words: Tensor, run: Run, form: Form, indices: Tensor, values: Tensor) -> Tensor:
+    """Fill `indices` and `values` with those of a letter; its riders. O(num)."""
+    run_words = wire.num_words(run, form, values.dtype)
+    wire.decode(words[:run_words], run, form, indices, values)
+    return words[run_words:].clone().view(values.dtype)
+
+
+def read_all(
+    heard: dict[int, Tensor],
+    runs: list[Run],
+    form: Form,
+    mine: tuple[int, Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All ranks' entries, one rank after the other, and the sum of their riders in rank order.
+
+    `mine` has this rank's number, indices, values and riders, which nobody has to send it.
+    """
+    rank, own_indices, own_values, own_rider = mine
+    indices, index_parts, values, value_parts = wire.room(runs, own_values)
+    riders = []
+    for peer, run in enumerate(runs):
+        if peer == rank:
+            index_parts[peer].copy_(own_indices)
+            value_parts[peer].copy_(own_values)
+            riders.append(own_rider)
+        else:
+            riders.append(read(heard[peer], run, form, index_parts[peer], value_parts[peer]))
+    return indices, values, in_rank_order(riders)
 
 
 def in_rank_order(parts: list[Tensor]) -> Tensor:

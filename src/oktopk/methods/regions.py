@@ -10,7 +10,6 @@ from torch import Tensor
 from oktopk import kernels
 from oktopk.comm import Comm, equal_shares
 from oktopk.methods import letters
-from oktopk.methods.letters import in_rank_order
 from oktopk.sparse import Sparse
 from oktopk.wire import Form, Run
 
@@ -84,19 +83,21 @@ def split_reduce(
                 indices, arriving[peer], run, form, shares[peer]
             )
     lo, hi = bounds[rank], bounds[rank + 1]
-    runs = {peer: Run(incoming[peer], lo, hi) for peer in range(comm.size) if peer != rank}
-    sizes = {peer: letters.size(run, form, dtype, shares.shape[1]) for peer, run in runs.items()}
+    runs = [Run(count, lo, hi) for count in incoming]
+    sizes = {
+        peer: letters.size(run, form, dtype, shares.shape[1])
+        for peer, run in enumerate(runs)
+        if peer != rank
+    }
     heard = comm.exchange(outgoing, sizes, stage="split")
-    parts = {peer: letters.read(heard[peer], runs[peer], form, dtype) for peer in runs}
     start = sum(splits[:rank])
-    mine = slice(start, start + splits[rank])
-    parts[rank] = local.indices[mine], local.values[mine], shares[rank]
-    indices, values, riders = zip(*(parts[peer] for peer in range(comm.size)), strict=True)
-    region = kernels.merge(torch.cat(indices), torch.cat(values), incoming, lo, hi)
+    own = local.indices[start : start + splits[rank]], arriving[rank], shares[rank]
+    indices, values, share = letters.read_all(heard, runs, form, (rank, *own))
+    region = kernels.merge(indices, values, incoming, lo, hi)
     return Reduced(
         Sparse(region.indices, region.values, local.numel),
         local if form == "plain" else Sparse(local.indices, torch.cat(arriving), local.numel),
-        in_rank_order(list(riders)),
+        share,
         local.num - splits[rank],
     )
 

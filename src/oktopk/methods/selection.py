@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -124,14 +123,16 @@ class Candidates:
     def joined(self) -> Sparse:
         if len(self.parts) == 1:
             return self.parts[0]
-        starts = accumulate((part.numel for part in self.parts), initial=0)
-        indices = []
-        for part, start in zip(self.parts, starts, strict=False):
+        first = self.parts[0]
+        assert first.indices is not None
+        indices = first.indices.new_empty(sum(part.num for part in self.parts))
+        numel = end = 0
+        for part in self.parts:
             assert part.indices is not None
-            indices.append(part.indices + start)
-        values = [part.values for part in self.parts]
-        numel = sum(part.numel for part in self.parts)
-        return Sparse(torch.cat(indices), torch.cat(values), numel)
+            end += part.num
+            torch.add(part.indices, numel, out=indices[end - part.num : end])
+            numel += part.numel
+        return Sparse(indices, torch.cat([part.values for part in self.parts]), numel)
 
 
 def scout(acc: Tensor, k: int, state: State) -> Candidates | None:

@@ -2,7 +2,8 @@
 
 The ranks are threads of one process; what they send is counted, and a clock of latency and
 bandwidth turns it into time. A simulated gradient is smaller than the real one: its payload is
-scaled up, its headers are not. Beyond 256 ranks the formulas of `costs.py` take over.
+scaled up, its headers are not. Beyond the ranks that can be simulated the formulas of `costs.py`
+take over.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from oktopk.reducer import Reducer
 from oktopk.settings import num_kept
 from oktopk.simulate import Hub, SimulatedTransport, simulate
 
-MOST = 256  # ranks that are simulated
+MOST = {"topka": 32, "oktopk": 256}  # ranks that are simulated; all ranks read all of topka
 PER_RUN = 128  # entries of one rank for another, at least, so that words rounded up do not count
-STEPS = {"topka": 1, "oktopk": 2}  # the first of oktopk is an exact one
+STEPS = {"topka": 1, "oktopk": 4}  # thresholds of oktopk settle in a few
 
 
 class Clocked(SimulatedTransport):
@@ -60,9 +61,9 @@ class Scaled:
 def scaled(
     method: str, size: int, numel: int, density: float, link: Link, machine: Machine
 ) -> Scaled:
-    """Simulate, or beyond 256 ranks compute, a step of `numel` gradients on `size` ranks."""
+    """A step of `numel` gradients on `size` ranks: simulated, or by formula where too many."""
     work = Work(numel, num_kept(numel, density), size, BITS["bf16"])
-    if size > MOST or method not in STEPS:
+    if size > MOST.get(method, 0):
         bill = BILLS[method](work)
         return Scaled(method, size, bill.bytes, predicted(method, work, link, machine), False)
     small = min(numel, max(2**16, round(PER_RUN * size / density)))
@@ -72,10 +73,11 @@ def scaled(
         transport = comm.transport
         assert isinstance(transport, Clocked)
         reducer = Reducer(small, method=method, density=density, comm=comm)
-        for _ in range(STEPS[method] - 1):
-            reducer.reduce_(gradients([small], comm.rank, 1)[0])
+        variants = gradients([small], comm.rank, 2)
+        for step in range(STEPS[method] - 1):
+            reducer.reduce_(variants[step % 2].clone())
         before = len(transport.rounds)
-        stats = reducer.reduce_(gradients([small], comm.rank, 1)[0])
+        stats = reducer.reduce_(variants[STEPS[method] % 2])
         payload = stats.bytes_sent - stats.bytes_header
         return payload * factor + stats.bytes_header, transport.rounds[before:]
 
@@ -100,9 +102,12 @@ def show(most: int, numel: int, density: float, link: Link, machine: Machine) ->
     rows = []
     for size in [*sizes, most]:
         row = [scaled(name, size, numel, density, link, machine) for name in names]
-        cells = [f"{r.bytes_sent / 1e6:12.2f}{1e3 * r.seconds:10.0f}" for r in row]
-        how = "" if any(r.simulated for r in row) else "  by formula"
-        sys.stdout.write(f"{size:8}" + "".join(cells) + how + "\n")
+        cells = [
+            f"{r.bytes_sent / 1e6:12.2f}{1e3 * r.seconds:8.0f} {'' if r.simulated else '*':1}"
+            for r in row
+        ]
+        sys.stdout.write(f"{size:8}" + "".join(cells) + "\n")
         sys.stdout.flush()
         rows += row
+    sys.stdout.write("* by formula\n")
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from oktopk.bench.contenders import FLOOR
@@ -46,7 +47,7 @@ def plot(rows: list[Row], path: Path) -> None:
 
     rates = list(dict.fromkeys(row.rate for row in rows))
     names = list(dict.fromkeys(row.method for row in rows if row.method != FLOOR))
-    figure, axes = pyplot.subplots(figsize=(10, 1.2 + 0.32 * len(names) * len(rates)))
+    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.2 * len(names) * len(rates)))
     height = 0.8 / len(rates)
     for i, rate in enumerate(rates):
         found = {row.method: row for row in rows if row.rate == rate}
@@ -61,6 +62,8 @@ def plot(rows: list[Row], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.margins(x=0.08)
+    shown = [row.ms_above_noop for row in rows if row.method != FLOOR and row.ms_above_noop > 0]
+    axes.set_xlim(left=10 ** math.floor(math.log10(min(shown, default=1))))
     first = rows[0]
     axes.set_title(
         f"{first.workers} workers, {first.numel:,} gradients, density {first.density:g}",

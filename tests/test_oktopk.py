@@ -15,13 +15,14 @@ from laws import (
     assert_nothing_is_lost,
     simulated,
 )
-from oktopk import simulate
+from oktopk import kernels, simulate
 from oktopk.engine import Engine
 from oktopk.layout import Bucket
-from oktopk.methods import balance
+from oktopk.methods import Candidates, balance
 from oktopk.methods.agreement import kth_over_ranks
 from oktopk.methods.regions import agreed_bounds
 from oktopk.settings import Settings
+from oktopk.simulate import alone
 from oktopk.sparse import Sparse
 from streams import STREAMS
 
@@ -203,6 +204,21 @@ def test_a_threshold_step_costs_no_spike():
     assert exact.bytes_header <= 10_000
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_find_the_same_candidates(monkeypatch, threads):
+    monkeypatch.setattr("oktopk.kernels.SPAN", 1000)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    x, grad = (torch.randn(5000, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
+    found = Candidates(2.5, 5000)
+    residual = x.clone()
+    found.find(residual, grad.clone())
+    assert len(found.parts) == threads and residual.equal(x + grad)
+    whole, count = kernels.select(x + grad, 2.5, 5000)
+    joined = found.joined()
+    assert found.count == count and joined.numel == 5000
+    assert joined.indices.equal(whole.indices) and joined.values.equal(whole.values)
+
+
 @pytest.mark.parametrize("group", [1, 2500, 10**9])
 def test_groups_of_buckets_lose_nothing_and_keep_k(group):
     """Several groups have quotas; one has the whole model; both count k over the model."""
@@ -227,3 +243,16 @@ def test_groups_of_buckets_lose_nothing_and_keep_k(group):
     assert_nothing_is_lost(ranks, tolerance=1e-4)
     assert_all_agree(ranks)
     assert_k_means_k(ranks, "oktopk")
+
+
+def test_a_state_of_other_groups_gives_its_counters():
+    buckets = [Bucket(1000), Bucket(1000)]
+    many = Engine(Settings(density=0.1, group_numel=1), alone(), buckets)
+    for step in range(3):
+        many.begin()
+        for bucket in range(2):
+            many.feed(bucket, STREAMS["heavy"](1000, bucket, step).float())
+        many.finish()
+    one = Engine(Settings(density=0.1), alone(), buckets)
+    one.load_state_dict(many.state_dict())
+    assert one.step == 3 and len(one.states) == 1 and one.quotas == []

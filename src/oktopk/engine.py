@@ -156,9 +156,7 @@ class Engine:
             if self._found is None:
                 kernels.accumulate_(residual, wide)
             else:
-                room = self._found.room
-                found, count = kernels.accumulate_select(residual, wide, self._found.low, room)
-                self._found.add(found, count)
+                self._found.find(residual, wide)
         if bucket + 1 == group.stop and not self._whole_step:
             self._move(group, k, state)
 
@@ -228,9 +226,10 @@ class Engine:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Bit-exact for the same buckets; for others only the counters are taken over."""
+        """Bit-exact for the same groups of buckets; else only the counters are taken over."""
         self.step, self.skipped = state["step"], state["skipped"]
-        if state["numels"] != [bucket.numel for bucket in self.buckets]:
+        same_buckets = state["numels"] == [bucket.numel for bucket in self.buckets]
+        if not same_buckets or len(state["states"]) != len(self.groups):
             return
         self.quotas = list(state["quotas"])
         self.whole.load_state_dict(state["whole"])

@@ -10,12 +10,19 @@ selected, and whoever looks at the few selected values has seen every NaN of the
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 from types import ModuleType
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from oktopk.sparse import Sparse
+
+T = TypeVar("T")
 
 # device type -> (the package its form needs, the form)
 FORMS = {"cpu": ("numba", "oktopk.kernels.cpu"), "cuda": ("triton", "oktopk.kernels.cuda")}
@@ -28,6 +35,25 @@ def form(device_type: str) -> ModuleType:
     if package and importlib.util.find_spec(package):
         return importlib.import_module(module)
     return importlib.import_module("oktopk.kernels.reference")
+
+
+SPAN = 2**21  # values worth a thread of their own
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="oktopk-kernel")
+
+
+def side_by_side(work: Callable[[slice], T], x: Tensor) -> list[T]:
+    """`work` on spans of x, in order; on a CPU with several threads (torch's) all at once."""
+    spans = 1
+    if x.device.type == "cpu":
+        spans = max(1, min(torch.get_num_threads(), x.numel() // SPAN))
+    if spans == 1:
+        return [work(slice(0, x.numel()))]
+    edges = [x.numel() * i // spans for i in range(spans + 1)]
+    return list(_pool(spans).map(work, [slice(lo, hi) for lo, hi in pairwise(edges)]))
 
 
 def all_finite(x: Tensor) -> bool:

@@ -120,6 +120,15 @@ class Candidates:
         self.parts.append(part)
         self.count += count
 
+    def find(self, residual: Tensor, grad: Tensor) -> None:
+        """Add the gradient to its part of acc, and what reaches the threshold to the candidates."""
+
+        def one(span: slice) -> tuple[Sparse, int]:
+            return kernels.accumulate_select(residual[span], grad[span], self.low, self.room)
+
+        for found in kernels.side_by_side(one, residual):
+            self.add(*found)
+
     def joined(self) -> Sparse:
         if len(self.parts) == 1:
             return self.parts[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -10,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import oktopk
 from idioms import IDIOMS, SPARSE, Net, batch, build, one_step, train
 from oktopk import METHODS, Policy
+from oktopk.costs import CHOICES
 
 
 def assert_same_bits(ranks) -> None:
@@ -193,3 +196,33 @@ def test_nothing_is_lost_from_step_zero_through_the_rebuild(worlds, idiom):
             applied = done[0][name][1].double() * len(done)
             torch.testing.assert_close(came, applied + left, rtol=1e-5, atol=1e-6)
             owed[name] = left
+
+
+def chosen_by_itself(group) -> tuple[str, list[str]]:
+    """The method `auto` picks, and what it says on rank 0; then a few steps with it."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    log = logging.getLogger("oktopk")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    rank = torch.distributed.get_rank(group)
+    try:
+        attached = {"method": "auto", "warmup_steps": 0}
+        model, called, optimizer, handle = build(group, IDIOMS["plain"], 0, attached)
+        for step in range(3):
+            one_step(model, called, optimizer, IDIOMS["plain"], rank, step)
+        method = handle.settings.method
+        handle.close()
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    return method, [line for line in said if line.startswith("auto:")]
+
+
+def test_auto_picks_one_method_for_all_ranks_and_says_why(worlds):
+    (first, said), (second, silent) = worlds.run(2, chosen_by_itself)
+    assert first == second and first in CHOICES
+    assert silent == [] and len(said) == 1
+    assert all(f"{name} " in said[0] for name in CHOICES) and "latency" in said[0]

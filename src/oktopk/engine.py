@@ -24,7 +24,7 @@ from torch import Tensor
 from oktopk import kernels
 from oktopk.comm import Comm
 from oktopk.feedback import settle_
-from oktopk.layout import Bucket, narrow, share_out
+from oktopk.layout import Bucket, grouped, narrow, share_out
 from oktopk.methods import METHODS, Candidates, Exchanged, Method, State
 from oktopk.settings import Settings, num_kept
 from oktopk.sparse import Sparse, acc_dtype, empty, large_zeros
@@ -33,7 +33,7 @@ from oktopk.tally import Tally
 from oktopk.undo import Undo
 from oktopk.wire import Form
 
-NEVER = 2**62  # steps
+NEVER = 2**62  # steps, or entries
 EARLY = frozenset({0, 1, 2, 4, 8, 16})  # sparse steps after which quotas soon grow old
 
 
@@ -63,7 +63,7 @@ class Engine:
         self.starts = list(accumulate((bucket.numel for bucket in buckets), initial=0))
         self.numel = self.starts[-1]
         self.num_dense = sum(bucket.num_dense for bucket in buckets)
-        self.groups = self._grouped()
+        self.groups = grouped(buckets, self._group_numel)
         exact_every = NEVER if self._sets_quotas else self.settings.exact_every
         bounds_every = self.settings.bounds_every
         self.states = [
@@ -99,6 +99,14 @@ class Engine:
         return 0.0 if self.phase == "dense" else self.settings.advance_at(self.step)
 
     @property
+    def _group_numel(self) -> int:
+        """Entries that are worth an exchange; a method without a scout must see all to choose."""
+        if self.settings.scope == "bucket":
+            return 1
+        scouts = METHODS[self.settings.method].scout is not None
+        return self.settings.group_numel if scouts else NEVER
+
+    @property
     def _wire(self) -> Form:
         """At density 1 everything arrives at every step: then it arrives as it is."""
         every = self.phase == "dense" or self.settings.density_at(self.step) == 1
@@ -108,20 +116,6 @@ class Engine:
     def _sets_quotas(self) -> bool:
         """Whether groups leave early with a quota that whole steps set."""
         return len(self.groups) > 1 and self.settings.scope == "model"
-
-    def _grouped(self) -> list[range]:
-        """The buckets of each group. They come in order: a group is complete with its last."""
-        if self.settings.scope == "bucket":
-            return [range(bucket, bucket + 1) for bucket in range(len(self.buckets))]
-        splits = METHODS[self.settings.method].scout is not None
-        groups, start, numel = [], 0, 0
-        for bucket, size in enumerate(bucket.numel for bucket in self.buckets):
-            numel += size
-            last = bucket + 1 == len(self.buckets)
-            if last or (splits and numel >= self.settings.group_numel):
-                groups.append(range(start, bucket + 1))
-                start, numel = bucket + 1, 0
-        return groups
 
     def begin(self) -> None:
         """Start a step. One that was begun and never finished is undone first."""

@@ -23,6 +23,20 @@ class Bucket:
         return sum(end - start for start, end in self.dense)
 
 
+def grouped(buckets: list[Bucket], least: int) -> list[range]:
+    """Consecutive buckets with at least so many entries together; the last may have fewer.
+
+    Buckets come in order: a group is complete with its last.
+    """
+    groups, start, numel = [], 0, 0
+    for number, bucket in enumerate(buckets):
+        numel += bucket.numel
+        if numel >= least or number + 1 == len(buckets):
+            groups.append(range(start, number + 1))
+            start, numel = number + 1, 0
+    return groups
+
+
 def narrow(sparse: Sparse, lo: int, hi: int) -> Sparse:
     """The entries with lo <= index < hi, as a selection of that range. Views, but the indices."""
     assert sparse.indices is not None

@@ -11,12 +11,14 @@ as fast as the addition alone (benchmarks/selection.py).
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from oktopk.kernels import reference
+from oktopk.kernels.packing import compiled
+from oktopk.kernels.packing import decode_indices as decode_indices
+from oktopk.kernels.packing import encode_indices as encode_indices
 from oktopk.kernels.vector import WIDTH, add_hit_word, hit_word, lowest_bit, num_bits, prefetch
 from oktopk.sparse import Sparse
 
@@ -28,8 +30,6 @@ BLOCK = 2**15  # sums taken together: they fit the second cache
 
 UNSIGNED = {torch.float32: np.uint32, torch.float64: np.uint64}
 INTEGER = {torch.float32: np.int32, torch.float64: np.int64}
-
-compiled = numba.njit(nogil=True, cache=True, boundscheck=False)
 
 
 @compiled
@@ -213,49 +213,6 @@ def _add_at(x, indices, values, factor):
         x[indices[i]] += values[i] * factor
 
 
-@compiled
-def _encode_indices(indices, lo, low_bits, low, high):
-    held, filled, word = np.uint64(0), np.uint64(0), 0
-    bits = np.uint64(low_bits)
-    mask = (np.uint64(1) << bits) - np.uint64(1)
-    full = np.uint64(32)
-    high[:] = 0
-    for i in range(indices.size):
-        offset = np.uint64(indices[i] - lo)
-        held |= (offset & mask) << filled
-        filled += bits
-        if filled >= full:
-            low[word] = np.uint32(held & np.uint64(0xFFFFFFFF))
-            word += 1
-            held >>= full
-            filled -= full
-        at = np.intp(offset >> bits) + i
-        high[at >> 5] |= np.uint32(1) << np.uint32(at & 31)
-    if filled:
-        low[word] = np.uint32(held)
-
-
-@compiled
-def _decode_indices(low, high, lo, low_bits, out):
-    held, filled, word, count = np.uint64(0), np.uint64(0), 0, 0
-    bits = np.uint64(low_bits)
-    mask = (np.uint64(1) << bits) - np.uint64(1)
-    full = np.uint64(32)
-    for at in range(high.size):
-        ones = high[at]
-        while ones and count < out.size:
-            if filled < bits:
-                held |= np.uint64(low[word]) << filled
-                word += 1
-                filled += full
-            upper = at * 32 + np.intp(lowest_bit(ones)) - count
-            out[count] = lo + ((upper << low_bits) | np.intp(held & mask))
-            held >>= bits
-            filled -= bits
-            ones &= ones - np.uint32(1)
-            count += 1
-
-
 def all_finite(x: Tensor) -> bool:
     if x.dtype not in UNSIGNED:
         return reference.all_finite(x)
@@ -375,16 +332,6 @@ def settle_(
         grad.zero_()
         grad[result.indices.long()] = (result.values * factor / divisor).to(grad.dtype)
         _take_common(residual.numpy(), where, *ours, number(factor))
-
-
-def encode_indices(indices: Tensor, lo: int, low_bits: int, low: Tensor, high: Tensor) -> None:
-    words = low.numpy().view(np.uint32), high.numpy().view(np.uint32)
-    _encode_indices(indices.numpy(), lo, low_bits, *words)
-
-
-def decode_indices(low: Tensor, high: Tensor, lo: int, low_bits: int, out: Tensor) -> None:
-    words = low.numpy().view(np.uint32), high.numpy().view(np.uint32)
-    _decode_indices(*words, lo, low_bits, out.numpy())
 
 
 def add_at_(x: Tensor, sparse: Sparse, factor: float) -> None:

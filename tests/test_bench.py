@@ -13,12 +13,15 @@ import time
 import pytest
 
 from oktopk.bench import network
+from oktopk.bench.command import command
 from oktopk.bench.contenders import CONTENDERS
 from oktopk.bench.measure import Row, compared
 from oktopk.bench.scale import scaled
 from oktopk.bench.shapes import MODELS, shapes_of
 from oktopk.bench.stream import gradients
-from oktopk.costs import BILLS, Link, Machine, Work, break_even, cheapest, seconds
+from oktopk.cli import parser
+from oktopk.costs import BILLS, Link, Machine, Work, break_even, cheapest, entry_bits, seconds
+from oktopk.launch import LaunchError
 
 permitted = pytest.mark.skipif(network._unshare() is None, reason=network.why_not())
 NUMEL, WORKERS = 40_000, 2
@@ -108,33 +111,46 @@ def test_every_contender_in_namespaces(tmp_path):
     assert (tmp_path / "b.png").stat().st_size > 5_000
 
 
-def test_loopback_says_so_and_measures(tmp_path):
-    done = bench("--loopback", "--methods", "oktopk", "--json", f"{tmp_path}/b.json")
+def test_without_namespaces_it_falls_back(tmp_path):
+    """An empty PATH has no `unshare`."""
+    done = bench("--methods", "oktopk", "--json", f"{tmp_path}/b.json", PATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "b.json").read_text())
     assert [r["method"] for r in rows] == ["noop", "ddp_dense", "oktopk"]
-    assert {r["rate"] for r in rows} == {"none"}
-
-
-def test_without_namespaces_it_falls_back(tmp_path):
-    """An empty PATH has no `unshare`."""
-    done = bench("--methods", "ddp_dense", PATH=str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    assert {r["rate"] for r in rows} == {"none"} and "cannot be shaped" in done.stdout
     assert "unshare, ip, tc not found" in done.stderr and "loopback" in done.stderr
+
+
+def test_misuse_is_told_at_once():
+    done = bench("--methods", "zip")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "unknown method 'zip'" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (("--rates", "fast"), "a rate is none, or as in 1gbit"),
-        (("--methods", "zip"), "unknown method 'zip'"),
+        (("--rates", "1kkbit"), "a rate is none, or as in 1gbit"),
+        (("--rates", "0bit"), "a rate is none, or as in 1gbit"),
         (("--model", "resnet"), "--model is one of"),
-        (("--density", "0"), "--density must be in (0, 1]"),
+        (("--model", "inf"), "--model is one of"),
+        (("--density", "0"), "--density must be in"),
+        (("--json", "/"), "/ is a folder"),
+        (("--simulate", "1"), "--simulate needs 2"),
+        (("--advise", "--json", "b.json"), "for measurements"),
     ],
 )
-def test_misuse_is_told_at_once(flags, says):
-    done = bench(*flags)
-    assert done.returncode == 1 and says in done.stderr and "Traceback" not in done.stderr
+def test_flags_that_cannot_be(flags, says):
+    with pytest.raises(LaunchError, match=says):
+        command(parser().parse_args(["bench", *flags]), [])
+
+
+def test_everything_kept_is_a_cost_too():
+    everything = Work(1000, 1000, 8, entry_bits("bf16", 1.0))
+    assert everything.bits == 64 and everything.union == 1000
+    assert next(iter(cheapest(everything, LINK, MACHINE))) == "dense"
+    assert entry_bits("bf16", 0.02) == pytest.approx(23.6, abs=0.05)
 
 
 @permitted
@@ -162,6 +178,7 @@ def test_advice_tells_times_and_where_they_cross():
     assert "1gbit" in done.stdout and "oktopk" in done.stdout and "below" in done.stdout
 
 
+@pytest.mark.slow
 def test_simulated_ranks_are_told_and_the_formula_goes_beyond():
     done = bench("--simulate", "32", "--loopback")
     assert done.returncode == 0, done.stderr

@@ -29,6 +29,7 @@ def use_every_collective(where) -> dict:
     heard = comm.exchange(
         {peer: words(rank, counts[rank]) for peer in peers},
         {peer: counts[peer] for peer in peers},
+        cpu,
         stage="c",
     )
     after, before = (rank + 1) % size, (rank - 1) % size

@@ -153,13 +153,17 @@ class Comm:
         return self._hear(self._swap(self._announce(sizes, device).unsqueeze(1), stage))
 
     def exchange(
-        self, outgoing: dict[int, Tensor], sizes: dict[int, int], *, stage: str
+        self,
+        outgoing: dict[int, Tensor],
+        sizes: dict[int, int],
+        device: torch.device,
+        *,
+        stage: str,
     ) -> dict[int, Tensor]:
         """Send words to ranks, and get so many words of others; both sides know the sizes.
 
         Empty messages are not sent; they come back empty. Words are int32.
         """
-        device = next((message.device for message in outgoing.values()), torch.device("cpu"))
         room = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
         heard = dict(zip(sizes, room.split(list(sizes.values())), strict=True))
         self._exchange(

@@ -17,8 +17,14 @@ from oktopk import kernels
 from oktopk.comm import Comm
 
 MEGABYTE = 2**20
-BITS = {"plain": 64.0, "fp32": 39.6, "bf16": 23.6, "fp16": 23.6, "int8": 15.7}
-"""Of an entry at 2 %; a density of a quarter of that takes two more."""
+VALUE_BITS = {"plain": 64.0, "fp32": 32.0, "bf16": 16.0, "fp16": 16.0, "int8": 8.1}
+
+
+def entry_bits(form: str, density: float) -> float:
+    """Bits of an entry on the wire: its value, and 2 + log2(1/density) for its index, at most."""
+    if form == "plain" or density >= 1:
+        return VALUE_BITS["plain"]
+    return min(VALUE_BITS[form] + 1.95 + math.log2(1 / density), VALUE_BITS["plain"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +58,8 @@ class Work:
     size: int
     """Ranks."""
 
-    bits: float = BITS["bf16"]
-    """Of an entry on the wire."""
+    bits: float = 23.6
+    """Of an entry on the wire (`entry_bits`)."""
 
     value_bytes: int = 4
 
@@ -64,6 +70,8 @@ class Work:
     @property
     def union(self) -> float:
         """Entries that some rank chose, if they choose without regard to each other."""
+        if self.kept >= self.numel:
+            return self.numel
         return self.numel * -math.expm1(self.size * math.log1p(-self.kept / self.numel))
 
 
@@ -92,7 +100,7 @@ def _allgather(w: Work) -> Bill:
 def _regions(w: Work) -> Bill:
     share = (w.size - 1) / w.size
     sent = min(w.union * w.entry, w.numel * w.value_bytes)
-    return Bill(3, share * (w.kept * w.entry + sent), w.numel, 2 * w.kept + w.union)
+    return Bill(4, share * (w.kept * w.entry + sent), w.numel, 2 * w.kept + w.union)
 
 
 def _tree(w: Work) -> Bill:
@@ -145,19 +153,22 @@ def cheapest(work: Work, link: Link, machine: Machine) -> dict[str, float]:
 def probe_link(comm: Comm, device: torch.device, rounds: int = 3) -> Link:
     """Measure, with all ranks at once; every rank has the same answer, the slowest rank's.
 
-    Sends rounds x 4 MB to every peer.
+    Sends about 16 MB for each round, whatever the number of ranks.
     """
-    small, large = torch.zeros(1, device=device), torch.zeros(MEGABYTE, device=device)
+    peers = max(comm.size - 1, 1)
+    small = torch.zeros(1, device=device)
+    large = torch.zeros(max(4 * MEGABYTE // peers, 2**14), device=device)
     taken = []
     for x, repeats in ((small, 20), (large, rounds)):
         comm.all_gather(x, stage="probe")
+        _finish_work(device)
         start = perf_counter()
         for _ in range(repeats):
             comm.all_gather(x, stage="probe")
+        _finish_work(device)
         taken.append(max((perf_counter() - start) / repeats, 1e-9))
     slowest = _slowest(taken, comm, device)
-    sent = large.nbytes * max(comm.size - 1, 1)
-    return Link(slowest[0], sent / max(slowest[1] - slowest[0], 1e-9))
+    return Link(slowest[0], large.nbytes * peers / max(slowest[1] - slowest[0], 1e-9))
 
 
 def probe_machine(comm: Comm, device: torch.device, numel: int = 2**21) -> Machine:
@@ -177,12 +188,19 @@ def probe_machine(comm: Comm, device: torch.device, numel: int = 2**21) -> Machi
         start = perf_counter()
         kernels.accumulate_select(residual, fresh, threshold, 2 * kept)
         kernels.settle_(fresh, residual, chosen, chosen, comm.size)
+        _finish_work(device)
         elements.append(perf_counter() - start)
         start = perf_counter()
         kernels.merge(indices, values, [chosen.num] * 4, 0, numel)
+        _finish_work(device)
         entries.append(perf_counter() - start)
     taken = [min(elements) / numel, min(entries) / (4 * chosen.num)]
     return Machine(*_slowest(taken, comm, device))
+
+
+def _finish_work(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _slowest(taken: list[float], comm: Comm, device: torch.device) -> list[float]:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from oktopk.comm import Comm, TorchTransport
-from oktopk.costs import BITS, Work, cheapest, probe_link, probe_machine
+from oktopk.costs import Work, cheapest, entry_bits, probe_link, probe_machine
 from oktopk.exchanger import Arrived
 from oktopk.followed import Followed
 from oktopk.handle import Handle
@@ -108,8 +108,10 @@ def _chosen(model: DistributedDataParallel, settings: Settings, comm: Comm) -> s
     device = next(model.parameters()).device
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
     link, machine = probe_link(comm, device), probe_machine(comm, device)
-    kept = num_kept(numel, settings.density)
-    times = cheapest(Work(numel, kept, comm.size, BITS[settings.wire]), link, machine)
+    wide = any(p.dtype == torch.float64 for p in model.parameters())
+    bits = 96.0 if wide else entry_bits(settings.wire, settings.density)
+    kept, value_bytes = num_kept(numel, settings.density), 8 if wide else 4
+    times = cheapest(Work(numel, kept, comm.size, bits, value_bytes), link, machine)
     best = next(iter(times))
     if comm.rank == 0:
         predicted = ", ".join(f"{name} {1e3 * taken:.0f} ms" for name, taken in times.items())

@@ -7,7 +7,8 @@ import sys
 
 from oktopk.bench.network import UNSHAPED
 from oktopk.comm import Comm
-from oktopk.costs import BILLS, BITS, Link, Machine, Work, break_even, seconds
+from oktopk.costs import BILLS, Link, Machine, Work, break_even, entry_bits, seconds
+from oktopk.settings import num_kept
 
 UNITS = {"tbit": 1e12, "gbit": 1e9, "mbit": 1e6, "kbit": 1e3, "bit": 1.0}
 
@@ -20,11 +21,11 @@ def bits_per_second(rate: str) -> float:
 
 def advise(
     numel: int, density: float, step_ms: float, rates: list[str], comm: Comm, machine: Machine,
-    link: Link,
+    link: Link, form: str,
 ) -> None:  # fmt: skip
     """Print the table; `link` is this network as it was measured."""
     say = sys.stdout.write if comm.rank == 0 else len
-    work = Work(numel, max(1, round(density * numel)), comm.size, BITS["bf16"])
+    work = Work(numel, num_kept(numel, density), comm.size, entry_bits(form, density))
     links = {
         f"{rate}": Link(link.latency, min(bits_per_second(rate) / 8, link.bandwidth))
         for rate in rates

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -41,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--advise", action="store_true", help="predict, from a short measurement, instead"
     )
-    parser.add_argument("--model-size", metavar="N", help="--advise: gradients, instead of --model")
+    parser.add_argument("--model-size", metavar="N", help="gradients, instead of --model")
     parser.add_argument(
         "--step-ms", type=float, default=0.0, metavar="T", help="--advise: compute of a step (0)"
     )
@@ -56,6 +57,7 @@ def command(args: argparse.Namespace, argv: list[str]) -> int:
     """Start the cluster, or be one of its workers."""
     rates, methods = args.rates.split(","), _with_peers(args.methods.split(","))
     _check(args, rates)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo between processors, on every machine alike
     place = find_place()
     number = workers_to_start(place, args.workers, WORKERS)
     if not number:
@@ -97,6 +99,13 @@ def _check(args: argparse.Namespace, rates: list[str]) -> None:
         if args.simulate is not None and args.simulate < 2:
             raise ValueError(f"--simulate needs 2 workers or more, got {args.simulate}")
         shapes_of(args.model)
+        for path in (args.json, args.plot):
+            if path is not None and path.is_dir():
+                raise ValueError(f"{path} is a folder: name a file")
+        if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--plot needs matplotlib: pip install 'oktopk[plots]'")
+        if (args.advise or args.simulate) and (args.json or args.plot):
+            raise ValueError("--json and --plot are for measurements, not --advise or --simulate")
         if not 0 < args.density <= 1:
             raise ValueError(f"--density must be in (0, 1], got {args.density}")
     except ValueError as error:

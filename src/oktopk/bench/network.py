@@ -7,6 +7,7 @@ is touched, and the kernel takes it all away when the last process has ended, ho
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -101,8 +102,8 @@ def shape(workers: int, rate: str) -> None:
 
 def check_rate(rate: str) -> None:
     """Raise a ValueError unless `tc` would take it."""
-    number = rate.removesuffix("bit").rstrip("kmgt")
-    if rate != UNSHAPED and not (rate.endswith("bit") and number.replace(".", "", 1).isdigit()):
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)[kmgt]?bit", rate, re.ASCII)
+    if rate != UNSHAPED and (found is None or float(found[1]) == 0):
         raise ValueError(f"a rate is none, or as in 1gbit, 200mbit or 1.5gbit, got {rate!r}")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from oktopk.bench.stream import gradients
 from oktopk.comm import Comm
-from oktopk.costs import BILLS, BITS, Link, Machine, Work
+from oktopk.costs import BILLS, Link, Machine, Work, entry_bits
 from oktopk.costs import seconds as predicted
 from oktopk.reducer import Reducer
 from oktopk.settings import num_kept
@@ -62,7 +62,7 @@ def scaled(
     method: str, size: int, numel: int, density: float, link: Link, machine: Machine
 ) -> Scaled:
     """A step of `numel` gradients on `size` ranks: simulated, or by formula where too many."""
-    work = Work(numel, num_kept(numel, density), size, BITS["bf16"])
+    work = Work(numel, num_kept(numel, density), size, entry_bits("bf16", density))
     if size > MOST.get(method, 0):
         bill = BILLS[method](work)
         return Scaled(method, size, bill.bytes, predicted(method, work, link, machine), False)

@@ -52,7 +52,7 @@ def shapes_of(model: str) -> Shapes:
         return MODELS[model]()
     try:
         numel = int(float(model))
-    except ValueError:
+    except (ValueError, OverflowError):
         numel = 0
     if numel < 1:
         raise ValueError(f"--model is one of {', '.join(MODELS)} or a number, got {model!r}")

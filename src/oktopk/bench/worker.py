@@ -27,7 +27,9 @@ def work(args: argparse.Namespace, rates: list[str], methods: list[str]) -> int:
     """Measure everything; rank 0 tells and writes."""
     comm = Comm(TorchTransport())
     say = sys.stdout.write if comm.rank == 0 else len
-    rates = rates if network.inside() else [network.UNSHAPED]
+    if not network.inside() and rates != [network.UNSHAPED]:
+        say("links cannot be shaped here: one rate, this network as it is\n")
+        rates = [network.UNSHAPED]
     shapes = shapes_of(args.model)
     stream = Stream(shapes, comm.rank)
     say(f"{comm.size} workers, {stream.numel:,} gradients in {len(shapes)} tensors, ")
@@ -66,7 +68,7 @@ def predict(args: argparse.Namespace, rates: list[str], _: list[str]) -> int:
     numel = sum(math.prod(shape) for shape in shapes_of(args.model))
     link, machine = probe_link(comm, cpu), probe_machine(comm, cpu)
     if args.advise:
-        advise(numel, args.density, args.step_ms, rates, comm, machine, link)
+        advise(numel, args.density, args.step_ms, rates, comm, machine, link, args.wire)
         return 0
     names = [FLOOR, DENSE, *STEPS]
     stream, rows = Stream(shapes_of(args.model), comm.rank), []

@@ -135,7 +135,7 @@ def gather(
             for (source, holder), run in runs.items()
             if holder == rank != source
         }
-        heard = comm.exchange(handed, sizes, stage="balance")
+        heard = comm.exchange(handed, sizes, share.device, stage="balance")
         words |= {(source, rank): piece for source, piece in heard.items()}
     held = [key for key in sorted(runs) if key[1] == rank]
     block = torch.cat([*(words[key] for key in held), share.contiguous().view(torch.int32)])
@@ -199,9 +199,8 @@ def _read_blocks(
         for rank, keys in held.items()
     }
     peers = [rank for rank in range(comm.size) if rank != comm.rank]
-    blocks = comm.exchange(
-        dict.fromkeys(peers, block), {rank: sum(widths[rank]) for rank in peers}, stage="gather"
-    )
+    sizes = {rank: sum(widths[rank]) for rank in peers}
+    blocks = comm.exchange(dict.fromkeys(peers, block), sizes, block.device, stage="gather")
     blocks[comm.rank] = block
     indices, index_parts, values, value_parts = wire.room(list(runs.values()), share)
     place = {key: number for number, key in enumerate(runs)}

@@ -61,7 +61,7 @@ def allgather(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) ->
     mine, arriving = letters.write(local.indices, local.values, runs[comm.rank], form, rider)
     peers = [peer for peer in range(comm.size) if peer != comm.rank]
     sizes = {peer: letters.size(runs[peer], form, dtype, rider.numel()) for peer in peers}
-    heard = comm.exchange(dict.fromkeys(peers, mine), sizes, stage="gather")
+    heard = comm.exchange(dict.fromkeys(peers, mine), sizes, mine.device, stage="gather")
     own = comm.rank, local.indices, arriving, rider
     indices, values, total = letters.read_all(heard, runs, form, own)
     return Exchanged(
@@ -115,8 +115,9 @@ def _gather_densely(
     peers = [rank for rank in range(comm.size) if rank != comm.rank]
     widths = [hi - lo for lo, hi in pairwise(bounds)]
     sizes = {rank: (widths[rank] + share.numel()) * words for rank in peers}
-    heard = comm.exchange(dict.fromkeys(peers, mine.view(torch.int32)), sizes, stage="gather")
-    heard[comm.rank] = mine.view(torch.int32)
+    bits = mine.view(torch.int32)
+    heard = comm.exchange(dict.fromkeys(peers, bits), sizes, bits.device, stage="gather")
+    heard[comm.rank] = bits
     blocks = [heard[rank].clone().view(mine.dtype) for rank in range(comm.size)]
     everything = torch.cat([block[:width] for block, width in zip(blocks, widths, strict=True)])
     riders = torch.cat([block[width:] for block, width in zip(blocks, widths, strict=True)])
@@ -235,7 +236,7 @@ def _pass(
     run = Run(comm.shift(num, to, source, local.values.device, stage=stage), 0, local.numel)
     sizes = {} if source is None else {source: letters.size(run, form, dtype, rider.numel())}
     outgoing = {to: letter} if to is not None and letter is not None else {}
-    heard = comm.exchange(outgoing, sizes, stage=stage)
+    heard = comm.exchange(outgoing, sizes, local.values.device, stage=stage)
     if source is None:
         return None
     return heard[source], *_opened(heard[source], run.count, local, form)

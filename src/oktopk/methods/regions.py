@@ -89,7 +89,7 @@ def split_reduce(
         for peer, run in enumerate(runs)
         if peer != rank
     }
-    heard = comm.exchange(outgoing, sizes, stage="split")
+    heard = comm.exchange(outgoing, sizes, local.values.device, stage="split")
     start = sum(splits[:rank])
     own = local.indices[start : start + splits[rank]], arriving[rank], shares[rank]
     indices, values, share = letters.read_all(heard, runs, form, (rank, *own))

@@ -269,8 +269,10 @@ def test_a_nan_can_be_raised_or_delivered():
 
 def test_a_schedule_lowers_the_density_step_by_step():
     reducer = Reducer(1000, density=0.02, warmup_steps=1, schedule=((2, 0.25), (1, 0.06)))
-    counts = [reducer.reduce_(torch.randn(1000)).result for _ in range(6)]
-    assert counts == pytest.approx([1000, 250, 250, 60, 20, 20], rel=0.1)
+    done = [reducer.reduce_(torch.randn(1000)) for _ in range(6)]
+    assert [stats.k for stats in done] == [1000, 250, 250, 60, 20, 20]
+    # entries of one bin are trimmed together, so a result may be one or two short
+    assert [stats.result for stats in done] == pytest.approx([stats.k for stats in done], abs=2)
 
 
 def test_stats_are_ready_for_json():

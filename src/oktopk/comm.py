@@ -120,6 +120,7 @@ class Comm:
     def __init__(self, transport: Transport) -> None:
         self.rank = transport.rank
         self.size = transport.size
+        self.peers = [rank for rank in range(self.size) if rank != self.rank]
         self.ledger = Ledger()
         self.alarm = False
         """Raise it and every rank's is raised by its next exchange: it rides on the sizes."""

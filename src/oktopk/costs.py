@@ -87,6 +87,10 @@ class Bill:
     entries: float
     """Entries they encode, decode or add."""
 
+    def kernels(self, machine: Machine) -> float:
+        """Seconds of the kernels."""
+        return self.elements * machine.per_element + self.entries * machine.per_entry
+
 
 def _dense(w: Work) -> Bill:
     rounds = 2 * math.ceil(math.log2(w.size)) if w.size > 1 else 0
@@ -129,16 +133,14 @@ CHOICES = ("dense", "topka", "oktopk")
 def seconds(method: str, work: Work, link: Link, machine: Machine) -> float:
     """Predicted seconds of one exchange, selection and delivery included, nothing overlapped."""
     bill = BILLS[method](work)
-    network = bill.rounds * link.latency + bill.bytes / link.bandwidth
-    return network + bill.elements * machine.per_element + bill.entries * machine.per_entry
+    return bill.rounds * link.latency + bill.bytes / link.bandwidth + bill.kernels(machine)
 
 
 def break_even(method: str, work: Work, latency: float, machine: Machine) -> float:
     """Bytes per second below which a method is faster than dense; infinite if it always is."""
     dense, other = BILLS["dense"](work), BILLS[method](work)
     saved = dense.bytes - other.bytes
-    spent = (other.rounds - dense.rounds) * latency
-    spent += other.elements * machine.per_element + other.entries * machine.per_entry
+    spent = (other.rounds - dense.rounds) * latency + other.kernels(machine)
     if saved <= 0:
         return 0.0
     return saved / spent if spent > 0 else math.inf

@@ -27,7 +27,7 @@ from oktopk.feedback import settle_
 from oktopk.layout import Bucket, grouped, narrow, share_out
 from oktopk.methods import METHODS, Candidates, Exchanged, Method, State
 from oktopk.settings import Settings, num_kept
-from oktopk.sparse import Sparse, acc_dtype, empty, large_zeros
+from oktopk.sparse import Sparse, acc_dtype, empty
 from oktopk.stats import Phase, StepStats
 from oktopk.tally import Tally
 from oktopk.undo import Undo
@@ -254,7 +254,7 @@ class Engine:
     def _prepared(self, bucket: int, grad: Tensor) -> tuple[Tensor, Tensor]:
         """A bucket's residual and gradient, ready to accumulate; the riders are taken off."""
         if self.residual is None:
-            self.residual = large_zeros(self.numel, acc_dtype(grad), grad.device)
+            self.residual = torch.zeros(self.numel, dtype=acc_dtype(grad), device=grad.device)
         residual, ranges = self.residual_of(bucket), self.buckets[bucket].dense
         assert residual is not None
         parts = [grad[start:end].to(residual.dtype, copy=True) for start, end in ranges]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,13 +37,6 @@ class Sparse:
 def acc_dtype(grad: Tensor) -> torch.dtype:
     """Residuals and sums are fp32; float64 for float64 gradients."""
     return torch.promote_types(grad.dtype, torch.float32)
-
-
-def large_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that are walked over at random: on a CPU in large pages, which numpy asks for."""
-    if device.type != "cpu":
-        return torch.zeros(numel, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(numel, str(dtype).removeprefix("torch.")))
 
 
 def empty(numel: int, like: Tensor) -> Sparse:

@@ -58,6 +58,16 @@ class Run:
         return -(-bits // BITS)
 
 
+def words_per_value(dtype: torch.dtype) -> int:
+    """Words of a value as it is."""
+    return dtype.itemsize // WORD
+
+
+def plain_words(run: Run, dtype: torch.dtype) -> int:
+    """Words of a run that is not packed."""
+    return run.count * (1 + words_per_value(dtype))
+
+
 def value_words(count: int, form: Form) -> int:
     """Words of so many packed values."""
     words = -(-count * VALUES[form].itemsize // WORD)
@@ -66,7 +76,7 @@ def value_words(count: int, form: Form) -> int:
 
 def num_words(run: Run, form: Form, dtype: torch.dtype) -> int:
     """The size of a run of values of `dtype`; what both sides know without a message."""
-    plain = run.count * (1 + dtype.itemsize // WORD)
+    plain = plain_words(run, dtype)
     if form == "plain" or not run.count:
         return plain
     return min(plain, value_words(run.count, form) + run.low_words + run.high_words)
@@ -80,7 +90,7 @@ def encode(indices: Tensor, values: Tensor, run: Run, form: Form, out: Tensor) -
     if not run.count:
         return values
     coded = _coded(values, form)
-    if out.numel() == run.count * (1 + values.dtype.itemsize // WORD):
+    if out.numel() == plain_words(run, values.dtype):
         arrive = values if coded is None else _decoded(coded, run.count, form, values.dtype)
         out[: -run.count] = arrive.contiguous().view(torch.int32)
         out[-run.count :] = indices
@@ -94,7 +104,7 @@ def encode(indices: Tensor, values: Tensor, run: Run, form: Form, out: Tensor) -
 
 def decode(words: Tensor, run: Run, form: Form, indices: Tensor, values: Tensor) -> None:
     """Fill `indices` and `values` with those of a run. O(num)."""
-    if words.numel() == run.count * (1 + values.dtype.itemsize // WORD):
+    if words.numel() == plain_words(run, values.dtype):
         bits, where = words.split([words.numel() - run.count, run.count])
         indices.copy_(where)
         values.copy_(bits.clone().view(values.dtype))  # a copy is aligned for any type

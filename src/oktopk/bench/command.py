@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from oktopk.bench import network
 from oktopk.bench.contenders import CONTENDERS, DENSE, FLOOR
@@ -78,17 +77,6 @@ def command(args: argparse.Namespace, argv: list[str]) -> int:
     if not args.loopback:
         sys.stderr.write(f"no cluster in a box: {network.why_not()}; measuring on loopback\n")
     return start_workers(number, argv)
-
-
-def write(rows: list[Any], args: argparse.Namespace) -> None:
-    """The files that were asked for."""
-    from oktopk.bench.table import plot
-
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n")
-    if args.plot is not None and rows:
-        plot(rows, args.plot)
 
 
 def _check(args: argparse.Namespace, rates: list[str]) -> None:

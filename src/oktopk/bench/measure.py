@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.bench.contenders import CONTENDERS, DENSE, FLOOR
-from oktopk.bench.shapes import Shapes
 from oktopk.bench.stream import Stream
 from oktopk.comm import Comm
 from oktopk.stats import StepStats
@@ -63,7 +62,6 @@ class Row:
 def measure(
     name: str,
     stream: Stream,
-    shapes: Shapes,
     comm: Comm,
     *,
     rate: str,
@@ -96,7 +94,7 @@ def measure(
     after = counter()
     if handle is not None:
         handle.close()
-    sent, entries = _sent(seen, contender.sent(shapes, comm.size), comm)
+    sent, entries = _sent(seen, contender.sent(stream.shapes, comm.size), comm)
     on_interface = None
     if before is not None and after is not None:
         passed = _gathered(torch.tensor(after - before), comm).sum()

@@ -84,10 +84,8 @@ def scaled(
     ranks = simulate(size, main, transport=Clocked)
     slowest = [max(taken) for taken in zip_longest(*(rounds for _, rounds in ranks), fillvalue=0)]
     network = sum(link.latency + factor * taken / link.bandwidth for taken in slowest)
-    bill = BILLS[method](work)
-    kernels = bill.elements * machine.per_element + bill.entries * machine.per_entry
     mean = sum(sent for sent, _ in ranks) / size
-    return Scaled(method, size, mean, network + kernels, True)
+    return Scaled(method, size, mean, network + BILLS[method](work).kernels(machine), True)
 
 
 def show(most: int, numel: int, density: float, link: Link, machine: Machine) -> list[Scaled]:

@@ -27,28 +27,24 @@ class Stream(nn.Module):
         self.parts = nn.ParameterList([torch.zeros(shape) for shape in shapes])
         self.numels = [math.prod(shape) for shape in shapes]
         self.numel = sum(self.numels)
-        self._shapes = shapes
+        self.shapes = shapes
         self._variants = cycle(gradients(self.numels, rank, variants))
 
     def forward(self) -> Tensor:
-        return _Known.apply(next(self._variants), self._shapes, *self.parts)
-
-    def current(self) -> Tensor:
-        """The flat gradient of the next step."""
-        return next(self._variants)
+        return _Known.apply(next(self._variants), *self.parts)
 
 
 class _Known(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, flat, shapes, *parameters):  # noqa: ANN001, ANN002, ANN205 - torch's signature
-        ctx.flat, ctx.shapes = flat, shapes
+    def forward(ctx, flat, *parameters):  # noqa: ANN001, ANN002, ANN205 - torch's signature
+        ctx.flat, ctx.shapes = flat, [parameter.shape for parameter in parameters]
         return parameters[0].new_zeros(())
 
     @staticmethod
     def backward(ctx, *_):  # noqa: ANN001, ANN002, ANN205 - torch's signature
-        parts = ctx.flat.split([math.prod(shape) for shape in ctx.shapes])
+        parts = ctx.flat.split([shape.numel() for shape in ctx.shapes])
         views = [part.view(shape) for part, shape in zip(parts, ctx.shapes, strict=True)]
-        return None, None, *views
+        return None, *views
 
 
 def gradients(numels: list[int], rank: int, variants: int) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import platform
@@ -12,13 +13,12 @@ import torch
 
 from oktopk.bench import network
 from oktopk.bench.advise import advise
-from oktopk.bench.command import write
 from oktopk.bench.contenders import DENSE, FLOOR
 from oktopk.bench.measure import Row, compared, measure
 from oktopk.bench.scale import STEPS, scaled, show
 from oktopk.bench.shapes import shapes_of
 from oktopk.bench.stream import Stream
-from oktopk.bench.table import head, line
+from oktopk.bench.table import head, line, plot
 from oktopk.comm import Comm, TorchTransport
 from oktopk.costs import probe_link, probe_machine
 
@@ -30,9 +30,8 @@ def work(args: argparse.Namespace, rates: list[str], methods: list[str]) -> int:
     if not network.inside() and rates != [network.UNSHAPED]:
         say("links cannot be shaped here: one rate, this network as it is\n")
         rates = [network.UNSHAPED]
-    shapes = shapes_of(args.model)
-    stream = Stream(shapes, comm.rank)
-    say(f"{comm.size} workers, {stream.numel:,} gradients in {len(shapes)} tensors, ")
+    stream = Stream(shapes_of(args.model), comm.rank)
+    say(f"{comm.size} workers, {stream.numel:,} gradients in {len(stream.shapes)} tensors, ")
     say(f"density {args.density:g}; {os.cpu_count()} cores, {platform.machine()}, ")
     say(f"torch {torch.__version__}\n")
     rows: list[Row] = []
@@ -45,15 +44,23 @@ def work(args: argparse.Namespace, rates: list[str], methods: list[str]) -> int:
             say(line(rows[-1]) + "\n")
             sys.stdout.flush()
     if comm.rank == 0:
-        write(rows, args)
+        _write(rows, args)
     return 0
+
+
+def _write(rows: list[Row], args: argparse.Namespace) -> None:
+    """The files that were asked for."""
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n")
+    if args.plot is not None and rows:
+        plot(rows, args.plot)
 
 
 def _measured(name: str, rate: str, stream: Stream, args: argparse.Namespace, comm: Comm) -> Row:
     return measure(
         name,
         stream,
-        shapes_of(args.model),
         comm,
         rate=rate,
         seconds=args.seconds,
@@ -76,11 +83,12 @@ def predict(args: argparse.Namespace, rates: list[str], _: list[str]) -> int:
         row = _measured(name, network.UNSHAPED, stream, args, comm)
         rows.append(compared(row, rows))
     if comm.rank == 0:
-        show(args.simulate, numel, args.density, link, machine)
+        shown = show(args.simulate, numel, args.density, link, machine)
+        known = {told.method: told for told in shown if told.size == comm.size}
         found = {row.method.removeprefix("ddp_"): row for row in rows}
         sys.stdout.write(f"measured here with {comm.size} workers, against the clock:")
         for name in ("dense", *STEPS):
-            told = scaled(name, comm.size, numel, args.density, link, machine)
+            told = known.get(name) or scaled(name, comm.size, numel, args.density, link, machine)
             took = f"{found[name].ms_above_noop:.0f} ms ({1e3 * told.seconds:.0f})"
             sent = f"{found[name].bytes_sent / 1e6:.2f} MB ({told.bytes_sent / 1e6:.2f})"
             sys.stdout.write(f"\n{name:>8} {took}, {sent}")

@@ -16,10 +16,17 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels import reference
-from oktopk.kernels.packing import compiled
 from oktopk.kernels.packing import decode_indices as decode_indices
 from oktopk.kernels.packing import encode_indices as encode_indices
-from oktopk.kernels.vector import WIDTH, add_hit_word, hit_word, lowest_bit, num_bits, prefetch
+from oktopk.kernels.vector import (
+    WIDTH,
+    add_hit_word,
+    compiled,
+    hit_word,
+    lowest_bit,
+    num_bits,
+    prefetch,
+)
 from oktopk.sparse import Sparse
 
 AHEAD = 3  # slots written per word before looking how many hits there were

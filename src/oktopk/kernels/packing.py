@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from torch import Tensor
 
-from oktopk.kernels.vector import lowest_bit
-
-compiled = numba.njit(nogil=True, cache=True, boundscheck=False)
+from oktopk.kernels.vector import compiled, lowest_bit
 
 
 @compiled

@@ -5,9 +5,12 @@ Written as LLVM vectors, which become AVX on x86, NEON on ARM.
 
 from __future__ import annotations
 
+import numba
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+
+compiled = numba.njit(nogil=True, cache=True, boundscheck=False)
 
 WIDTH = 32  # values compared at once: one 32-bit word of hits
 

@@ -194,13 +194,12 @@ def _read_blocks(
     widths = {
         rank: [
             *(wire.num_words(runs[key], form, dtype) for key in keys),
-            share.numel() * (dtype.itemsize // wire.WORD),
+            share.numel() * wire.words_per_value(dtype),
         ]
         for rank, keys in held.items()
     }
-    peers = [rank for rank in range(comm.size) if rank != comm.rank]
-    sizes = {rank: sum(widths[rank]) for rank in peers}
-    blocks = comm.exchange(dict.fromkeys(peers, block), sizes, block.device, stage="gather")
+    sizes = {rank: sum(widths[rank]) for rank in comm.peers}
+    blocks = comm.exchange(dict.fromkeys(comm.peers, block), sizes, block.device, stage="gather")
     blocks[comm.rank] = block
     indices, index_parts, values, value_parts = wire.room(list(runs.values()), share)
     place = {key: number for number, key in enumerate(runs)}

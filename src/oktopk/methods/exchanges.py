@@ -59,9 +59,8 @@ def allgather(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) ->
     counts = comm.all_gather_size(local.num, local.values.device, stage="counts")
     runs = [Run(count, 0, local.numel) for count in counts]
     mine, arriving = letters.write(local.indices, local.values, runs[comm.rank], form, rider)
-    peers = [peer for peer in range(comm.size) if peer != comm.rank]
-    sizes = {peer: letters.size(runs[peer], form, dtype, rider.numel()) for peer in peers}
-    heard = comm.exchange(dict.fromkeys(peers, mine), sizes, mine.device, stage="gather")
+    sizes = {peer: letters.size(runs[peer], form, dtype, rider.numel()) for peer in comm.peers}
+    heard = comm.exchange(dict.fromkeys(comm.peers, mine), sizes, mine.device, stage="gather")
     own = comm.rank, local.indices, arriving, rider
     indices, values, total = letters.read_all(heard, runs, form, own)
     return Exchanged(
@@ -86,7 +85,7 @@ def region_gather(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm
         wire.num_words(Run(count, lo, hi), form, dtype)
         for count, (lo, hi) in zip(counts, pairwise(bounds), strict=True)
     ]
-    if sum(words) < local.numel * (dtype.itemsize // wire.WORD):
+    if sum(words) < local.numel * wire.words_per_value(dtype):
         all_sums = balance.gather(mine.region, counts, bounds, mine.share, comm, form)
         result, rider_sum, sent = all_sums.result, all_sums.rider, all_sums.sent
         returned = () if all_sums.lost is None else (all_sums.lost,)
@@ -111,12 +110,11 @@ def _gather_densely(
     sums = region.values
     marked = Sparse(region.indices, torch.where(sums == 0, -0.0, sums), region.numel)
     mine = torch.cat([marked.to_dense()[bounds[comm.rank] : bounds[comm.rank + 1]], share])
-    words = mine.dtype.itemsize // wire.WORD
-    peers = [rank for rank in range(comm.size) if rank != comm.rank]
+    words = wire.words_per_value(mine.dtype)
     widths = [hi - lo for lo, hi in pairwise(bounds)]
-    sizes = {rank: (widths[rank] + share.numel()) * words for rank in peers}
+    sizes = {rank: (widths[rank] + share.numel()) * words for rank in comm.peers}
     bits = mine.view(torch.int32)
-    heard = comm.exchange(dict.fromkeys(peers, bits), sizes, bits.device, stage="gather")
+    heard = comm.exchange(dict.fromkeys(comm.peers, bits), sizes, bits.device, stage="gather")
     heard[comm.rank] = bits
     blocks = [heard[rank].clone().view(mine.dtype) for rank in range(comm.size)]
     everything = torch.cat([block[:width] for block, width in zip(blocks, widths, strict=True)])
@@ -146,8 +144,11 @@ def tree_merge(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -
             mine = top(both, k)[0]
             cut.append(_filtered(both, mine, invert=True))
             total += heard[2]
-    letter, lost = _letter(mine, total, form)  # the root's; all read the same words
-    cut += lost if comm.rank == 0 else []
+    letter = None
+    if comm.rank == 0:  # all read the words of the root, itself too
+        letter, lost = _letter(mine, total, form)
+        mine, _ = _opened(letter, mine.num, local, form)
+        cut += lost
     for stride in reversed(strides):
         child, parent = _tree_edges(comm, stride)
         args = letter, mine.num, child, parent, (local, rider), comm, form
@@ -155,9 +156,8 @@ def tree_merge(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -
         sent += mine.num + rider.numel() if child is not None else 0
         if heard is not None:
             letter, mine, total = heard
-    result, _ = _opened(letter, mine.num, local, form)
-    returned = tuple(_filtered(sums, result, invert=False) for sums in cut)
-    return Exchanged(result, local, total, returned=returned, sent=sent)
+    returned = tuple(_filtered(sums, mine, invert=False) for sums in cut)
+    return Exchanged(mine, local, total, returned=returned, sent=sent)
 
 
 def oktopk(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -> Exchanged:

@@ -15,7 +15,7 @@ from oktopk.wire import Form, Run
 
 def size(run: Run, form: Form, dtype: torch.dtype, num_riders: int) -> int:
     """Words of a letter; what both sides know without a message."""
-    return wire.num_words(run, form, dtype) + num_riders * (dtype.itemsize // wire.WORD)
+    return wire.num_words(run, form, dtype) + num_riders * wire.words_per_value(dtype)
 
 
 def write(

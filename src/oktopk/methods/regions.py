@@ -76,24 +76,19 @@ def split_reduce(
     shares = equal_shares(rider, comm.size)
     outgoing: dict[int, Tensor] = {}
     arriving = list(local.values.split(splits))  # my own entries need no rounding
-    for peer, indices in enumerate(local.indices.split(splits)):
-        if peer != rank:
-            run = Run(splits[peer], bounds[peer], bounds[peer + 1])
-            outgoing[peer], arriving[peer] = letters.write(
-                indices, arriving[peer], run, form, shares[peer]
-            )
+    indices = local.indices.split(splits)
+    for peer in comm.peers:
+        run = Run(splits[peer], bounds[peer], bounds[peer + 1])
+        outgoing[peer], arriving[peer] = letters.write(
+            indices[peer], arriving[peer], run, form, shares[peer]
+        )
     lo, hi = bounds[rank], bounds[rank + 1]
     runs = [Run(count, lo, hi) for count in incoming]
-    sizes = {
-        peer: letters.size(run, form, dtype, shares.shape[1])
-        for peer, run in enumerate(runs)
-        if peer != rank
-    }
+    sizes = {peer: letters.size(runs[peer], form, dtype, shares.shape[1]) for peer in comm.peers}
     heard = comm.exchange(outgoing, sizes, local.values.device, stage="split")
-    start = sum(splits[:rank])
-    own = local.indices[start : start + splits[rank]], arriving[rank], shares[rank]
-    indices, values, share = letters.read_all(heard, runs, form, (rank, *own))
-    region = kernels.merge(indices, values, incoming, lo, hi)
+    own = rank, indices[rank], arriving[rank], shares[rank]
+    where, what, share = letters.read_all(heard, runs, form, own)
+    region = kernels.merge(where, what, incoming, lo, hi)
     return Reduced(
         Sparse(region.indices, region.values, local.numel),
         local if form == "plain" else Sparse(local.indices, torch.cat(arriving), local.numel),

@@ -51,6 +51,7 @@ ORDER = [
     "join",
     "launch",
     "check",
+    "report",
     "train",
     "bench",
     "cli",

@@ -133,7 +133,8 @@ class Comm:
     def all_reduce_(self, x: Tensor, *, stage: str) -> Tensor:
         """Sum in place: the dense exchange. 2n(P-1)/P elements sent."""
         self.transport.all_reduce_(x)
-        self.ledger.add(stage, dense_allreduce(x.nbytes, self.size))
+        traffic = dense_allreduce(x.nbytes, self.size)
+        self.ledger.add(stage, traffic, [x.nbytes // self.size] * traffic.messages_sent)
         return x
 
     def all_gather(self, x: Tensor, *, stage: str) -> Tensor:
@@ -198,7 +199,7 @@ class Comm:
         out = x.new_empty(x.shape)
         self.transport.swap(x, out)
         rows = [x[0].nbytes] * (self.size - 1)
-        self.ledger.add(stage, messages(rows, rows, header=True))
+        self.ledger.add(stage, messages(rows, rows, header=True), rows)
         return out
 
     def _exchange(
@@ -210,9 +211,9 @@ class Comm:
         header: bool = False,
     ) -> None:
         self.transport.exchange(outgoing, incoming)
-        sent = (message.nbytes for message in outgoing.values())
-        received = (message.nbytes for message in incoming.values())
-        self.ledger.add(stage, messages(sent, received, header=header))
+        sent = [message.nbytes for message in outgoing.values()]
+        received = [message.nbytes for message in incoming.values()]
+        self.ledger.add(stage, messages(sent, received, header=header), sent)
 
 
 def equal_shares(x: Tensor, size: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
@@ -59,9 +60,14 @@ class Ledger:
     """Traffic by stage (`split`, `gather`, ...), counted from the start."""
 
     stages: dict[str, Traffic] = field(default_factory=dict)
+    sizes: dict[str, Counter[int]] = field(default_factory=dict)
+    """Messages sent, by stage and by the bit length of their bytes: 11 is from 1 to 2 KiB."""
 
-    def add(self, stage: str, traffic: Traffic) -> None:
+    def add(self, stage: str, traffic: Traffic, sent: Iterable[int]) -> None:
+        """Book the traffic of some messages; `sent` has the bytes of each that was sent."""
         self.stages[stage] = self.stages.get(stage, Traffic()) + traffic
+        sizes = self.sizes.setdefault(stage, Counter())
+        sizes.update(size.bit_length() for size in sent if size)
 
     def total(self) -> Traffic:
         return sum(self.stages.values(), Traffic())

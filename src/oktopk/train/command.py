@@ -90,7 +90,7 @@ def run_all(
     config: Config, device: torch.device, place: Place, resume: bool
 ) -> tuple[Path, Validation | None, Totals]:
     """The run from its folder to its last validation, in the default process group."""
-    comm = Comm(TorchTransport())
+    comm, started = Comm(TorchTransport()), time.monotonic()
     with make_folder(config, comm, device, resume) as folder:
         run = set_up(config, comm, device, place)
         try:
@@ -100,7 +100,9 @@ def run_all(
             with Recorder(run, folder, journal_bytes) as recorder:
                 recorder.say(opening(run, folder))
                 result = train(run, recorder, folder)
-            return folder, result, run.totals.of_all(comm, device)
+                totals = run.totals.of_all(comm, device)
+                recorder.end(totals, time.monotonic() - started)
+            return folder, result, totals
         except RuntimeError as error:
             if run.handle.failure is None:
                 raise

@@ -5,25 +5,34 @@ Every rank has a recorder, because the loss of a step is the mean over ranks; ra
 
 from __future__ import annotations
 
+import logging
 import signal
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from oktopk.report.spread import spread
 from oktopk.train.board import Board
 from oktopk.train.console import Bar
-from oktopk.train.errors import RunError
+from oktopk.train.errors import RunError, StoppedError
+from oktopk.train.facts import opening_entry
 from oktopk.train.journal import Journal
 from oktopk.train.memory import FIELDS, memory
 from oktopk.train.setup import Run
 from oktopk.train.step import OVERLAPPED, PARTS
 from oktopk.train.together import together
+from oktopk.train.totals import Totals
 
+log = logging.getLogger("oktopk")
 STOPS = (signal.SIGTERM, signal.SIGINT)
 MOST_SECONDS = 5.0  # between two looks whether somebody asked to stop
+TIMES = (*PARTS, *OVERLAPPED, "whole")
 
 
 class Recorder:
@@ -38,6 +47,7 @@ class Recorder:
         self._handlers = {number: signal.signal(number, self._note) for number in STOPS}
         self._every = 1  # steps to the next flush: known alike by all ranks
         self._memory: list[dict[str, int]] = []
+        self._warnings = Warnings()
         self._sinks: tuple[Journal, Board, Bar] | None = None
         if run.comm.rank == 0:
             done = run.progress.step
@@ -46,6 +56,8 @@ class Recorder:
                 Board(folder / "tensorboard", done),
                 Bar(run.total_steps, done, run.config.log_every),
             )
+            log.addHandler(self._warnings)
+            self._sinks[0].write(opening_entry(run))
 
     def _note(self, *_: object) -> None:
         """Asked once, it saves first; asked twice, it ends as it would have."""
@@ -79,23 +91,28 @@ class Recorder:
         self._pending = []
         if not entries:
             return
-        told = [float(self._asked_to_stop), sum(entry["whole"] for entry in entries)]
+        told = [float(self._asked_to_stop)]
+        told += [sum(entry[part] for entry in entries) / len(entries) for part in TIMES]
         told += [float(value) for value in memory(run.device).values()]
         told += [entry["loss"] for entry in entries]
         own = torch.tensor(told, dtype=torch.float64, device=run.device)
         rows = run.comm.all_gather(own, stage="run")
-        stop, seconds, *_ = rows.amax(0).tolist()
-        self.stops = self.stops or stop > 0
-        self._every = max(1, min(run.config.log_every, int(MOST_SECONDS * len(entries) / seconds)))
-        sizes = rows[:, 2 : 2 + len(FIELDS)].long().tolist()
-        self._memory = [dict(zip(FIELDS, row, strict=True)) for row in sizes]
-        losses = rows[:, 2 + len(FIELDS) :].mean(0).tolist()
+        stop, seconds, sizes, losses = rows.split([1, len(TIMES), len(FIELDS), len(entries)], 1)
+        self.stops = self.stops or stop.max().item() > 0
+        slowest = seconds[:, -1].max().item()
+        self._every = max(1, min(run.config.log_every, int(MOST_SECONDS / slowest)))
+        self._memory = [dict(zip(FIELDS, row, strict=True)) for row in sizes.long().tolist()]
+        times = [dict(zip(TIMES, row, strict=True)) for row in seconds.tolist()]
+        means = losses.mean(0).tolist()
 
         def write() -> None:
             if self._sinks:
-                written = [e | {"loss": loss} for e, loss in zip(entries, losses, strict=True)]
-                usage = {"kind": "memory", "step": entries[-1]["step"], "ranks": self._memory}
-                self._sinks[0].write(*written, usage)
+                written = [e | {"loss": loss} for e, loss in zip(entries, means, strict=True)]
+                last = {"step": entries[-1]["step"]}
+                usage = {"kind": "memory", "ranks": self._memory} | last
+                spent = {"kind": "ranks", "steps": len(entries), "seconds": times} | last
+                warned = self._warnings.taken(entries[-1]["step"])
+                self._sinks[0].write(*written, usage, spent, *warned)
                 self._sinks[1].steps(written)
 
         self._write(write)
@@ -124,7 +141,10 @@ class Recorder:
         self.say(epoch_line(entry))
 
     def histograms(self, step: int) -> None:
-        """Gradients and residuals of rank 0 and how much of each tensor travelled. Collective."""
+        """Gradients and residuals of rank 0, how much of each tensor travelled, and in what.
+
+        Collective.
+        """
 
         def write() -> None:
             if self._sinks:
@@ -133,23 +153,72 @@ class Recorder:
                     for name, parameter in self._run.model.named_parameters()
                     if parameter.grad is not None
                 }
-                kept = {name: int(torch.count_nonzero(grad)) for name, grad in grads.items()}
-                sizes = {name: grad.numel() for name, grad in grads.items()}
-                self._sinks[0].write({"kind": "tensors", "step": step, "kept": kept, "of": sizes})
+                owed = self._run.handle.residuals
+                sent = self._run.handle.comm.ledger.sizes
+                messages = {"kind": "messages", "step": step, "sent": sent}
+                self._sinks[0].write(tensors_entry(step, grads, owed), messages)
                 self._sinks[1].histograms("gradient", grads, step)
-                self._sinks[1].histograms("residual", self._run.handle.residuals, step)
+                self._sinks[1].histograms("residual", owed, step)
 
         self._write(write)
+
+    def end(self, totals: Totals, seconds: float) -> None:
+        """Write that the run finished, what all ranks sent, and how long it took. Collective."""
+        sums = {phase: asdict(part) for phase, part in totals.items()}
+        entry = {"kind": "end", "how": "finished", "text": "", "seconds": seconds, "totals": sums}
+        self._write(lambda: self._sinks[0].write(entry) if self._sinks else None)
 
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
         """Close all; when the run failed already, a full disk is not the news."""
         self._give_signals_back()
+        log.removeHandler(self._warnings)
         with suppress(OSError) if kind else nullcontext():
+            if self._sinks and kind:
+                asked = issubclass(kind, StoppedError | KeyboardInterrupt)
+                how = "stopped" if asked else "failed"
+                text = str(self._run.handle.failure or error) or kind.__name__
+                warned = self._warnings.taken(self._run.progress.step)
+                self._sinks[0].write(*warned, {"kind": "end", "how": how, "text": text})
             for sink in self._sinks or ():
                 sink.close()
+
+
+class Warnings(logging.Handler):
+    """Keeps what was warned of until it is written; any thread may warn."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._texts: deque[str] = deque(maxlen=100)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._texts.append(record.getMessage())
+
+    def taken(self, step: int) -> list[dict[str, Any]]:
+        """What came since the last call, as objects of the journal."""
+        texts = [self._texts.popleft() for _ in range(len(self._texts))]
+        return [{"kind": "warning", "step": step, "text": text} for text in texts]
+
+
+def tensors_entry(step: int, grads: dict[str, Tensor], owed: dict[str, Tensor]) -> dict[str, Any]:
+    """What travelled of each tensor, the norms of what came and is owed, and their spreads."""
+    norms = {
+        "norm": {name: grad.norm().item() for name, grad in grads.items()},
+        "residual_norm": {name: residual.norm().item() for name, residual in owed.items()},
+    }
+    spreads = {
+        name: spread(torch.cat([part.flatten() for part in parts.values()]))
+        for name, parts in {"gradient": grads, "residual": owed}.items()
+        if parts
+    }
+    kept = {name: int(torch.count_nonzero(grad)) for name, grad in grads.items()}
+    sizes = {name: grad.numel() for name, grad in grads.items()}
+    found = {"kind": "tensors", "step": step, "kept": kept, "of": sizes, "spread": spreads}
+    return found | norms
 
 
 def epoch_line(entry: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The command line: `oktopk methods`, `check`, `bench`, `data`, `train`."""
+"""The command line: `oktopk methods`, `check`, `bench`, `data`, `train`, `report`."""
 
 from __future__ import annotations
 
@@ -52,6 +52,13 @@ def train(args: argparse.Namespace) -> int:
     return command(args, sys.argv[1:])
 
 
+def report(args: argparse.Namespace) -> int:
+    """Write a page about a run."""
+    from oktopk.report.command import command
+
+    return command(args)
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands; each has its own help with an example."""
     main = argparse.ArgumentParser(prog="oktopk", description=__doc__)
@@ -73,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_data(commands)
     _add_train(commands)
+    _add_report(commands)
     return main
 
 
@@ -137,6 +145,18 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     )
     add_train_flags(speech)
     speech.set_defaults(run=train, known=[f"--{field.replace('_', '-')}" for field in FIELDS])
+
+
+def _add_report(commands: argparse._SubParsersAction) -> None:
+    from oktopk.report.command import add_flags
+
+    page = commands.add_parser(
+        "report",
+        help="one page about a run: what it learned, what it sent, what took the time",
+        epilog="example: oktopk report runs/quickstart",
+    )
+    add_flags(page)
+    page.set_defaults(run=report)
 
 
 def _add_lists(actions: argparse._SubParsersAction) -> None:

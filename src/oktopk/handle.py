@@ -103,6 +103,11 @@ class Handle:
             owed |= self._named.views(residual, names)
         return owed
 
+    @property
+    def dense_parameters(self) -> list[str]:
+        """Names of the parameters that travel whole: biases, norms, tiny ones, and as asked."""
+        return [name for name in self._named.parameters if self._named.is_dense(name)]
+
     def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact resume needs: residuals by name, and thresholds, bounds, counters.
 

@@ -17,6 +17,7 @@ STEP_SCALARS = {
     "traffic": ("bytes_sent", "bytes_dense", "messages"),
     "seconds": ("data", "forward", "backward", "select", "exchange", "scatter", "exposed", "whole"),
 }
+PROBE_SCALARS = {"quality": ("recall", "energy", "best_energy", "xi", "age_mean", "age_most")}
 EPOCH_SCALARS = {
     "epoch": ("train_loss", "val_loss", "wer", "cer", "mean_utterance_wer", "pseudo_accuracy"),
 }
@@ -31,6 +32,10 @@ class Board:
     def steps(self, entries: list[dict[str, Any]]) -> None:
         for entry in entries:
             self._scalars(STEP_SCALARS, entry, entry["step"])
+
+    def probes(self, entries: list[dict[str, Any]]) -> None:
+        for entry in entries:
+            self._scalars(PROBE_SCALARS, entry, entry["step"])
 
     def epoch(self, entry: dict[str, Any]) -> None:
         self._scalars(EPOCH_SCALARS, entry, entry["step"])

@@ -15,6 +15,7 @@ import torch
 from oktopk.comm import Comm, TorchTransport
 from oktopk.join import ALONE
 from oktopk.launch import Place, find_place, joined, start_workers, workers_to_start
+from oktopk.report.command import report
 from oktopk.train import checkpoint
 from oktopk.train.config import DEFAULT, Config, load, to_toml, with_flags
 from oktopk.train.console import LineHandler, say
@@ -91,7 +92,7 @@ def run_all(
 ) -> tuple[Path, Validation | None, Totals]:
     """The run from its folder to its last validation, in the default process group."""
     comm, started = Comm(TorchTransport()), time.monotonic()
-    with make_folder(config, comm, device, resume) as folder:
+    with make_folder(config, comm, device, resume) as folder, reported(folder, comm.rank):
         run = set_up(config, comm, device, place)
         try:
             journal_bytes = find_and_restore(run, folder) if resume else 0
@@ -130,6 +131,21 @@ def make_folder(config: Config, comm: Comm, device: torch.device, resume: bool) 
 
     with together(comm, device, f"using the folder {folder}", enter):
         yield folder
+
+
+@contextmanager
+def reported(folder: Path, rank: int) -> Iterator[None]:
+    """Write the report when the run ends, however it does. A run is not lost with its report."""
+    try:
+        yield
+    finally:
+        if rank == 0:
+            try:
+                report(folder)
+            except OSError as error:
+                log.warning("no report was written: %s", error)
+            except Exception:  # it must not stand in the place of what ended the run
+                log.exception("no report was written; `oktopk report %s` tries again", folder)
 
 
 def find_and_restore(run: Run, folder: Path) -> int:

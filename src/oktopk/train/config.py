@@ -77,6 +77,7 @@ class Config:
     samples: int = option(4, "decoded utterances to show beside their references")
 
     log_every: int = option(10, "steps between writes of the metrics, and lines without terminal")
+    probe_every: int = option(0, "steps between probes of what selection missed; 0: none")
     histogram_every: int = option(0, "steps between histograms; 0: at activation and per epoch")
     checkpoint_every: int = option(0, "steps between checkpoints; 0: after each epoch")
     keep: int = option(2, "checkpoints to keep")
@@ -110,6 +111,7 @@ LEAST = {
     **dict.fromkeys(("max_steps", "lr_warmup", "momentum", "weight_decay"), 0),
     **dict.fromkeys(("warmup_steps", "ramp_steps"), 0),
     **dict.fromkeys(("clip_before", "clip_after", "beam", "samples", "histogram_every"), 0),
+    "probe_every": 0,
     **dict.fromkeys(("checkpoint_every", "seed"), 0),
     "timeout": 1.0,
     "lr_decay": 1.0,

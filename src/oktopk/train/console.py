@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from oktopk.report.units import clock
+
 
 class LineHandler(logging.Handler):
     """Log lines to stderr as it is at that moment: a progress bar takes its place."""
@@ -68,19 +70,3 @@ class Bar:
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
-
-
-def clock(seconds: float) -> str:
-    """12:34, or 1:23:45."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def size(num_bytes: float) -> str:
-    """Bytes in the unit a person would take."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"

@@ -47,6 +47,7 @@ class Recorder:
         self._handlers = {number: signal.signal(number, self._note) for number in STOPS}
         self._every = 1  # steps to the next flush: known alike by all ranks
         self._memory: list[dict[str, int]] = []
+        self._probes: list[dict[str, Any]] = []
         self._warnings = Warnings()
         self._sinks: tuple[Journal, Board, Bar] | None = None
         if run.comm.rank == 0:
@@ -80,6 +81,8 @@ class Recorder:
     def step(self, entry: dict[str, Any]) -> None:
         """Take the metrics of a finished step; every few of them are written."""
         self._pending.append(entry)
+        if self._run.probed is not None:
+            self._probes.append(self._run.probed)
         if self._sinks:
             self._sinks[2].step(entry)
         if len(self._pending) >= self._every:
@@ -87,8 +90,8 @@ class Recorder:
 
     def flush(self) -> None:
         """Write what is pending, with the loss averaged over ranks and the memory of each."""
-        run, entries = self._run, self._pending
-        self._pending = []
+        run, entries, probes = self._run, self._pending, self._probes
+        self._pending, self._probes = [], []
         if not entries:
             return
         told = [float(self._asked_to_stop)]
@@ -112,8 +115,9 @@ class Recorder:
                 usage = {"kind": "memory", "ranks": self._memory} | last
                 spent = {"kind": "ranks", "steps": len(entries), "seconds": times} | last
                 warned = self._warnings.taken(entries[-1]["step"])
-                self._sinks[0].write(*written, usage, spent, *warned)
+                self._sinks[0].write(*written, usage, spent, *probes, *warned)
                 self._sinks[1].steps(written)
+                self._sinks[1].probes(probes)
 
         self._write(write)
 

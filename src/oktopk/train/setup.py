@@ -24,6 +24,7 @@ from oktopk.train.data.manifest import Utterance, check, find_manifests, read_ma
 from oktopk.train.data.speak import speak
 from oktopk.train.errors import RunError
 from oktopk.train.models.lstman4 import Lstman4
+from oktopk.train.probe import Probe
 from oktopk.train.together import together
 from oktopk.train.totals import Totals
 
@@ -92,6 +93,9 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     totals: Totals = field(default_factory=Totals)
     skipped_in_a_row: int = 0
+    probe: Probe | None = None
+    probed: dict[str, Any] | None = None
+    """What the probe found in the last step."""
 
 
 def prepare_corpus(config: Config, comm: Comm, device: torch.device, place: Place) -> Corpus:
@@ -138,6 +142,14 @@ def make_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
     if config.optimizer == "adamw":
         return AdamW(model.parameters(), **common)
     return SGD(model.parameters(), momentum=config.momentum, **common)
+
+
+def make_probe(config: Config, model: Lstman4, handle: Handle, comm: Comm) -> Probe | None:
+    """The probe, where one is asked for."""
+    if not config.probe_every:
+        return None
+    parameters, follows_rate = dict(model.named_parameters()), config.remedies == "auto"
+    return Probe(config.probe_every, parameters, handle, comm, follows_rate)
 
 
 def set_up(config: Config, comm: Comm, device: torch.device, place: Place) -> Run:
@@ -192,4 +204,5 @@ def set_up(config: Config, comm: Comm, device: torch.device, place: Place) -> Ru
         steps_per_epoch=steps_per_epoch,
         planned_steps=planned,
         total_steps=total,
+        probe=make_probe(config, model, handle, comm),
     )

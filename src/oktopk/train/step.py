@@ -32,7 +32,9 @@ def take_step(run: Run, batches: list[list[int]]) -> dict[str, Any]:
     rate = learning_rate(config, progress.epoch, progress.step, run.planned_steps)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
-    seconds = dict.fromkeys(PARTS, 0.0)
+    seconds = dict.fromkeys((*PARTS, "probe"), 0.0)
+    if run.probe is not None:
+        run.probe.before(progress.step, rate)
     started = time.perf_counter()
     run.optimizer.zero_grad()
     losses = []
@@ -43,12 +45,14 @@ def take_step(run: Run, batches: list[list[int]]) -> dict[str, Any]:
     assert stats is not None and stats.step == progress.step, (stats, progress)
     seconds["exposed"] = stats.exposed
     seconds["backward"] = max(0.0, seconds["backward"] - stats.exposed)
+    with _timed(seconds, "probe"):
+        run.probed = run.probe.after(stats) if run.probe is not None else None
     with _timed(seconds, "optimizer"):
         if not stats.skipped:
             if config.clip_after:
                 clip_grad_norm_(run.model.parameters(), config.clip_after)
             run.optimizer.step()
-    whole = time.perf_counter() - started
+    whole = time.perf_counter() - started - seconds.pop("probe")  # a run without has none
     _watch(run, stats.skipped)
     run.totals.add(stats, whole)
     if not stats.skipped:  # one NaN must not be the epoch's mean

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from oktopk.train.console import clock, size
+from oktopk.report.units import clock, size
 from oktopk.train.totals import Totals
 from oktopk.train.validate import Validation
 
@@ -36,6 +36,7 @@ def summary(
     if skipped:
         lines.append(f"{skipped} steps were skipped: a gradient was not finite")
     lines.append(f"run folder: {folder} (metrics.jsonl, tensorboard, checkpoints, config.toml)")
+    lines.append(f"to look at it: {folder / 'report.html'}")
     return "\n".join(lines)
 
 

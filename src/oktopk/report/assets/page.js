@@ -1,0 +1,78 @@
+"use strict";
+const root = document.documentElement;
+const figures = JSON.parse(document.getElementById("figures").textContent);
+const palette = ["#3b82d6", "#e08214", "#2a9d6f", "#c2439a", "#8c6bd1", "#b0892b", "#4db6c9", "#d6554c"];
+const color = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+
+function axis(own) {
+  return { gridcolor: color("--line"), zerolinecolor: color("--line"), automargin: true, ...own };
+}
+
+// The page's own looks beside what a figure asks for.
+function layout(asked) {
+  const narrow = window.innerWidth < 600;
+  const made = {
+    colorway: palette, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    font: { color: color("--ink"), size: narrow ? 11 : 12 },
+    margin: { l: 50, r: 16, t: 10, b: 40 }, hovermode: "x unified", height: narrow ? 300 : 360,
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: color("--line"), activecolor: color("--soft") },
+    legend: { orientation: "h", y: -0.2, x: 0 },
+    hoverlabel: { bgcolor: color("--card"), bordercolor: color("--line"), font: { color: color("--ink") } },
+    ...asked,
+  };
+  for (const name of Object.keys(made)) if (/^[xy]axis/.test(name)) made[name] = axis(made[name]);
+  made.xaxis = axis(made.xaxis);
+  made.yaxis = axis(made.yaxis);
+  made.shapes = (made.shapes || []).map((shape) =>
+    shape.type === "rect" ? { ...shape, fillcolor: color("--shade") } : { ...shape, line: { ...shape.line, color: color("--soft") } });
+  return made;
+}
+
+const buttons = [["zoom2d", "pan2d", "resetScale2d", "toImage"]];
+const config = { responsive: true, displaylogo: false, modeBarButtons: buttons };
+
+function draw(number) {
+  const figure = figures[number];
+  return Plotly.react(`f${number}`, figure.data, layout(figure.layout), config);
+}
+
+// One figure a task: those at the top show while the others are still to come.
+async function drawAll() {
+  for (let number = 0; number < figures.length; number++) {
+    await draw(number);
+    await new Promise((resume) => setTimeout(resume));
+  }
+  document.body.dataset.drawn = figures.length;
+}
+
+function setScheme(name) {
+  root.dataset.scheme = name;
+}
+
+async function unpack() {
+  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (c) => c.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const script = document.createElement("script");
+  script.textContent = await new Response(stream).text();
+  document.head.append(script);
+}
+
+const dark = window.matchMedia("(prefers-color-scheme: dark)");
+setScheme(dark.matches ? "dark" : "light");
+dark.addEventListener("change", () => { setScheme(dark.matches ? "dark" : "light"); if (window.Plotly) drawAll(); });
+document.getElementById("scheme").addEventListener("click", () => {
+  setScheme(root.dataset.scheme === "dark" ? "light" : "dark");
+  if (window.Plotly) drawAll();
+});
+
+if (figures.length) {
+  unpack().then(drawAll).catch((error) => {
+    const text = document.createElement("p");
+    text.className = "bad";
+    text.textContent = `The figures could not be drawn: ${error}. They need a browser from 2023 or newer.`;
+    document.querySelector("main").prepend(text);
+    throw error;
+  });
+} else {
+  document.body.dataset.drawn = 0;
+}

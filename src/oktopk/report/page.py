@@ -1,0 +1,137 @@
+"""One HTML file with everything in it: text, tables and figures that can be zoomed.
+
+It needs no network and no server. The plotting library comes along compressed, which the browser
+unpacks, so a page is two megabytes and not five.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+PLACES = 5  # significant digits of a number in a figure
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Traces and layout as plotly.js takes them; colours and margins are the page's."""
+
+    title: str
+    traces: list[dict[str, Any]]
+    note: str = ""
+    layout: dict[str, Any] = field(default_factory=dict)
+
+
+Block = Figure | str  # a string is HTML
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of a page; one without blocks is left out."""
+
+    title: str
+    blocks: Sequence[Block]
+
+
+def write_page(path: Path, title: str, opening: str, sections: Iterable[Section]) -> None:
+    """Write a page beside its place and move it there whole. `opening` is HTML."""
+    draft = path.with_name(f".{path.name}.part")
+    draft.write_text(page(title, opening, sections), encoding="utf-8")
+    draft.replace(path)
+
+
+def page(title: str, opening: str, sections: Iterable[Section]) -> str:
+    """The whole file as text."""
+    figures: list[Figure] = []
+    shown = [section for section in sections if section.blocks]
+    body = [_section(section, number, figures) for number, section in enumerate(shown)]
+    links = [f'<a href="#s{n}">{escape(section.title)}</a>' for n, section in enumerate(shown)]
+    drawn = [{"data": f.traces, "layout": f.layout} for f in figures]
+    parts = {
+        "TITLE": escape(title),
+        "STYLE": _asset("page.css"),
+        "OPENING": opening,
+        "LINKS": "\n".join(links),
+        "BODY": "\n".join(body),
+        "FIGURES": _json(drawn),
+        "SCRIPT": _asset("page.js"),
+        "PLOTLY": _plotly() if figures else "",
+    }
+    # all at once: what is filled in may have such marks of its own
+    return re.sub(r"@([A-Z]+)@", lambda mark: parts[mark[1]], _asset("page.html"))
+
+
+def _section(section: Section, number: int, figures: list[Figure]) -> str:
+    parts = [f'<section id="s{number}"><h2>{escape(section.title)}</h2>']
+    for block in section.blocks:
+        if isinstance(block, Figure):
+            figures.append(block)
+            note = f"<p class=note>{escape(block.note)}</p>" if block.note else ""
+            parts.append(f"<figure><figcaption>{escape(block.title)}</figcaption>{note}")
+            parts.append(f'<div class=plot id="f{len(figures) - 1}"></div></figure>')
+        else:
+            parts.append(block)
+    return "\n".join([*parts, "</section>"])
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]], note: str = "") -> str:
+    """A table; numbers stand to the right, and a wide one scrolls by itself."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    text = f"<p class=note>{escape(note)}</p>" if note else ""
+    return f"{text}<div class=wide><table><thead><tr>{head}</tr></thead>{body}</table></div>"
+
+
+def _cell(value: Any) -> str:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    shown = f"{value:,}" if isinstance(value, int) and number else str(value)
+    return f"<td{' class=number' if number or _looks_numeric(shown) else ''}>{escape(shown)}</td>"
+
+
+def _looks_numeric(text: str) -> bool:
+    return text[:1].isdigit() or text in ("-", "")
+
+
+def paragraph(text: str, kind: str = "") -> str:
+    return f"<p{f' class={kind}' if kind else ''}>{escape(text)}</p>"
+
+
+def tiles(values: Iterable[tuple[str, str, str]]) -> str:
+    """Large figures with a name and a remark each."""
+    shown = (
+        f"<div class=tile><b>{escape(value)}</b><span>{escape(name)}</span>"
+        f"<small>{escape(remark)}</small></div>"
+        for name, value, remark in values
+    )
+    return f"<div class=tiles>{''.join(shown)}</div>"
+
+
+def rounded(values: Iterable[float | None]) -> list[float | None]:
+    """Few digits: nobody sees more in a plot, and the file stays small."""
+    return [None if v is None else float(f"{v:.{PLACES}g}") for v in values]
+
+
+def _json(value: Any) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _asset(name: str) -> str:
+    return files("oktopk.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+@cache
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    packed = gzip.compress(get_plotlyjs().encode(), 9, mtime=0)
+    return base64.b64encode(packed).decode()

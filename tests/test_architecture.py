@@ -54,6 +54,9 @@ ORDER = [
     "report",
     "train",
     "bench",
+    "watch",
+    "compare",
+    "sweep",
     "cli",
     "__main__",
 ]

@@ -1,9 +1,10 @@
-"""The command line: `oktopk methods`, `check`, `bench`, `data`, `train`, `report`."""
+"""The command line: `oktopk methods`, `check`, `bench`, `data`, `train`, and what looks at runs."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from importlib import import_module
 from pathlib import Path
 
 from oktopk.comm import ExchangeError
@@ -52,13 +53,6 @@ def train(args: argparse.Namespace) -> int:
     return command(args, sys.argv[1:])
 
 
-def report(args: argparse.Namespace) -> int:
-    """Write a page about a run."""
-    from oktopk.report.command import command
-
-    return command(args)
-
-
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands; each has its own help with an example."""
     main = argparse.ArgumentParser(prog="oktopk", description=__doc__)
@@ -80,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_data(commands)
     _add_train(commands)
-    _add_report(commands)
+    _add_runs(commands)
     return main
 
 
@@ -147,16 +141,33 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     speech.set_defaults(run=train, known=[f"--{field.replace('_', '-')}" for field in FIELDS])
 
 
-def _add_report(commands: argparse._SubParsersAction) -> None:
-    from oktopk.report.command import add_flags
+# commands over runs: what each is for and an example; flags and work are in oktopk.NAME.command
+RUNS = {
+    "report": (
+        "one page about a run: what it learned, what it sent, what took the time",
+        "example: oktopk report runs/quickstart",
+    ),
+    "compare": (
+        "the same training under several methods and densities: a table and a report",
+        "example: oktopk compare --methods dense,topka,oktopk --densities 0.01,0.05 --epochs 5",
+    ),
+    "sweep": (
+        "search learning rate, density, warm-up and thresholds (optuna)",
+        "example: oktopk sweep --trials 20 --lr 1e-3:1e-2 --density 0.01:0.1 --epochs 5",
+    ),
+    "watch": (
+        "a run in the terminal, as it goes on",
+        "examples: oktopk watch quickstart; oktopk watch runs/compare/dense --once",
+    ),
+}
 
-    page = commands.add_parser(
-        "report",
-        help="one page about a run: what it learned, what it sent, what took the time",
-        epilog="example: oktopk report runs/quickstart",
-    )
-    add_flags(page)
-    page.set_defaults(run=report)
+
+def _add_runs(commands: argparse._SubParsersAction) -> None:
+    for name, (text, example) in RUNS.items():
+        module = import_module(f"oktopk.{name}.command")
+        added = commands.add_parser(name, help=text, epilog=example, allow_abbrev=False)
+        module.add_flags(added)
+        added.set_defaults(run=module.command, known=getattr(module, "KNOWN", []))
 
 
 def _add_lists(actions: argparse._SubParsersAction) -> None:

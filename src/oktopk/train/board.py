@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
+from oktopk.train.step import OVERLAPPED, PARTS
+
 # what is drawn, by group; a value that is not there (no validation, a skipped loss) is left out
 STEP_SCALARS = {
     "train": ("loss", "lr"),
     "compression": ("sparsity", "compression_ratio", "k", "local", "result", "imbalance"),
     "thresholds": ("local_threshold", "global_threshold"),
     "traffic": ("bytes_sent", "bytes_dense", "messages"),
-    "seconds": ("data", "forward", "backward", "select", "exchange", "scatter", "exposed", "whole"),
+    "seconds": (*PARTS, *OVERLAPPED, "whole"),
 }
 PROBE_SCALARS = {"quality": ("recall", "energy", "best_energy", "xi", "age_mean", "age_most")}
 EPOCH_SCALARS = {
@@ -32,10 +34,12 @@ class Board:
     def steps(self, entries: list[dict[str, Any]]) -> None:
         for entry in entries:
             self._scalars(STEP_SCALARS, entry, entry["step"])
+        self._writer.flush()  # else a live TensorBoard lags by two minutes
 
     def probes(self, entries: list[dict[str, Any]]) -> None:
         for entry in entries:
             self._scalars(PROBE_SCALARS, entry, entry["step"])
+        self._writer.flush()
 
     def epoch(self, entry: dict[str, Any]) -> None:
         self._scalars(EPOCH_SCALARS, entry, entry["step"])
@@ -57,6 +61,7 @@ class Board:
         if tensors:
             whole = torch.cat([tensor.flatten() for tensor in tensors.values()])
             self._writer.add_histogram(f"{group}/all", whole, step)
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -69,6 +69,8 @@ class Config:
     wire: str = option("bf16", "how entries travel", *get_args(Form))
     warmup_steps: int = option(128, "dense steps before the sparse phase")
     ramp_steps: int = option(0, "steps after them in which the density falls from 25 %")
+    exact_every: int = option(32, "steps between exact thresholds over the whole model")
+    bounds_every: int = option(64, "steps between agreements on the region bounds")
     remedies: str = option("auto", "what suits the optimizer, or plain feedback", "auto", "none")
 
     validate_every: int = option(5, "epochs between validations; first and last always")
@@ -107,7 +109,7 @@ FIELDS = [spec.name for spec in fields(Config)]
 LEAST = {
     **dict.fromkeys(("workers", "hidden", "layers", "channels", "epochs", "batch"), 1),
     **dict.fromkeys(("accumulate", "validate_every", "validate_batch", "log_every", "keep"), 1),
-    **dict.fromkeys(("spoken_train", "spoken_test"), 1),
+    **dict.fromkeys(("spoken_train", "spoken_test", "exact_every", "bounds_every"), 1),
     **dict.fromkeys(("max_steps", "lr_warmup", "momentum", "weight_decay"), 0),
     **dict.fromkeys(("warmup_steps", "ramp_steps"), 0),
     **dict.fromkeys(("clip_before", "clip_after", "beam", "samples", "histogram_every"), 0),
@@ -179,9 +181,11 @@ def to_toml(config: Config) -> str:
     )
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """A flag for every field; one that is not given leaves the config's value."""
     for spec in fields(Config):
+        if spec.name in without:
+            continue
         kind = type(spec.default)
         how: dict[str, Any] = {"type": kind, "choices": spec.metadata["choices"]}
         if kind is bool:

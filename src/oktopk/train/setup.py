@@ -187,6 +187,8 @@ def set_up(config: Config, comm: Comm, device: torch.device, place: Place) -> Ru
         wire=config.wire,
         warmup_steps=config.warmup_steps,
         ramp_steps=config.ramp_steps,
+        exact_every=config.exact_every,
+        bounds_every=config.bounds_every,
         clip_before=config.clip_before or None,
         total_steps=total if comm.rank == 0 else None,
         timeout=config.timeout,

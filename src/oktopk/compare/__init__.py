@@ -1,0 +1,1 @@
+"""`oktopk compare`: the same training under several methods and densities."""

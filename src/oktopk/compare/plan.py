@@ -1,0 +1,52 @@
+"""Which runs a comparison has, and whether they fit those that are there already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+from oktopk.report.record import SETTINGS
+from oktopk.train.child import NO_MATTER
+from oktopk.train.config import Config, changes, load
+from oktopk.train.errors import RunError
+
+COMPARED = ("method", "density", "seed")
+
+
+def plan(
+    base: Config, methods: Iterable[str], densities: Iterable[float], seeds: Iterable[int]
+) -> list[Config]:
+    """The runs: all combinations, but one dense run for each seed, which has no density."""
+    wanted = {}
+    for seed, method, density in product(seeds, methods, densities):
+        kept = base.density if method == "dense" else density
+        name = setting_name(method, kept, seed)
+        wanted[name] = replace(base, name=name, method=method, density=kept, seed=seed)
+    return list(wanted.values())
+
+
+def setting_name(method: str, density: float, seed: int) -> str:
+    """`dense`, `oktopk-0.02`, `oktopk-0.02-s1`: the same in every call, so the folder is found."""
+    name = method if method == "dense" else f"{method}-{density:g}"
+    return f"{name}-s{seed}" if seed else name
+
+
+def refuse_others(folder: Path, base: Config) -> None:
+    """Runs in the folder must be of this same training, or the table would compare unlike ones."""
+    for path in sorted(folder.glob(f"*/{SETTINGS}")):
+        stored = load(str(path))
+        same = replace(base, **{name: getattr(stored, name) for name in COMPARED})
+        differing = {
+            name: pair for name, pair in changes(stored, same).items() if name not in NO_MATTER
+        }
+        if differing:
+            raise RunError(
+                f"{path.parent} was trained with {_said(differing, 0)}, and this is "
+                f"{_said(differing, 1)}: give another --name, or the flags of then"
+            )
+
+
+def _said(differing: dict[str, tuple], which: int) -> str:
+    return ", ".join(f"{name} {pair[which]!r}" for name, pair in differing.items())

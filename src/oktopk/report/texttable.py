@@ -1,0 +1,17 @@
+"""A table of text, for a terminal and for Markdown at once."""
+
+from __future__ import annotations
+
+
+def markdown(cells: list[list[str]]) -> str:
+    """Headings and rows, in columns of equal width; all but the first stand to the right."""
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    head, *body = (_line(row, widths) for row in cells)
+    rule = "|".join("-" * (width + 1) + ("-" if i == 0 else ":") for i, width in enumerate(widths))
+    return "\n".join([head, f"|{rule}|", *body]) + "\n"
+
+
+def _line(row: list[str], widths: list[int]) -> str:
+    first, *rest = zip(row, widths, strict=True)
+    padded = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]
+    return f"| {' | '.join(padded)} |"

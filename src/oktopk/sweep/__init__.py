@@ -1,0 +1,1 @@
+"""`oktopk sweep`: search settings of a training run. Needs `pip install 'oktopk[train,sweep]'`."""

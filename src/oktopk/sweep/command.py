@@ -1,0 +1,83 @@
+"""`oktopk sweep`: search settings of `oktopk train` within a budget."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from oktopk.compare.results import METRICS
+from oktopk.sweep.loop import sweep
+from oktopk.sweep.plan import Plan, remember
+from oktopk.sweep.space import SEARCHED, add_ranges, parse
+from oktopk.train.child import leaving_on_sigterm, refuse_launchers
+from oktopk.train.config import DEFAULT, FIELDS, load, with_flags
+from oktopk.train.config import add_flags as add_train_flags
+from oktopk.train.errors import RunError
+from oktopk.train.folder import lock
+
+NAME = "sweep"
+TRIALS = 20
+OWN = ("config", "trials", "minutes", "metric", "no-prune")
+KNOWN = [f"--{name.replace('_', '-')}" for name in (*FIELDS, *OWN)]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `oktopk sweep`, and those of `oktopk train`, some of them as ranges."""
+    parser.add_argument(
+        "--trials", type=int, help=f"of the sweep, earlier calls included ({TRIALS})"
+    )
+    parser.add_argument("--minutes", type=float, help="of this call; a trial that is cut off waits")
+    parser.add_argument("--metric", default="wer", choices=list(METRICS), help="lower is better")
+    parser.add_argument("--no-prune", action="store_true", help="let hopeless trials finish too")
+    parser.add_argument("--config", help=f"as for oktopk train (default: {DEFAULT})")
+    add_ranges(parser)
+    add_train_flags(parser, without=("name", "keep", *SEARCHED))
+    parser.add_argument("--name", default=NAME, help="folder in RUNS, with a folder for each trial")
+    parser.add_argument("--keep", type=int, default=1, help="checkpoints of a trial (%(default)s)")
+
+
+def command(args: argparse.Namespace) -> int:
+    """Go on with the sweep until its budget is spent."""
+    missing = [name for name in ("optuna", "sklearn") if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.stderr.write(
+            f"oktopk sweep needs {' and '.join(missing)}: pip install 'oktopk[train,sweep]'\n"
+        )
+        return 2
+    refuse_launchers("oktopk sweep")
+    try:
+        plan = resolve(args)
+        plan.folder.mkdir(parents=True, exist_ok=True)
+        with lock(plan.folder), leaving_on_sigterm():
+            remember(plan)
+            return sweep(plan, *budget(args), prune=not args.no_prune)
+    except ValueError as error:
+        sys.stderr.write(f"oktopk sweep: {error}\n")
+        return 2
+    except (RunError, OSError) as error:
+        sys.stderr.write(f"oktopk sweep: {error}\n")
+        return 1
+
+
+def resolve(args: argparse.Namespace) -> Plan:
+    """What is searched, around which config."""
+    given = {name: getattr(args, name) for name in SEARCHED}
+    rest = argparse.Namespace(**{k: v for k, v in vars(args).items() if k not in SEARCHED})
+    base = with_flags(load(args.config or DEFAULT), rest)
+    base, space = parse(base, given)
+    runs = str(Path(base.runs) / base.name)
+    return Plan(args.config or DEFAULT, replace(base, runs=runs), space, args.metric)
+
+
+def budget(args: argparse.Namespace) -> tuple[int, float]:
+    """How many trials, and until when."""
+    for name in ("trials", "minutes"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name} must be above 0, got {value:g}")
+    number = args.trials or (sys.maxsize if args.minutes else TRIALS)
+    return number, time.monotonic() + 60 * (args.minutes or float("inf"))

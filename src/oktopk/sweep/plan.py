@@ -1,0 +1,59 @@
+"""What a sweep is, and whether a later call goes on with the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from oktopk.sweep.space import Range, as_plain
+from oktopk.train.child import NO_MATTER
+from oktopk.train.config import Config
+from oktopk.train.errors import RunError
+
+PLAN = "sweep.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a sweep is: the same in every call that goes on with it."""
+
+    config: str
+    base: Config
+    space: dict[str, Range]
+    metric: str
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.base.runs)
+
+    def of(self, values: dict[str, Any], name: str) -> Config:
+        """The config of a trial."""
+        return replace(self.base, name=name, **values)
+
+
+def remember(plan: Plan) -> None:
+    """Write the plan down, or see that it is the one that was written down."""
+    path = plan.folder / PLAN
+    own = {name: v for name, v in asdict(plan.base).items() if name not in NO_MATTER}
+    now = {"metric": plan.metric, "space": as_plain(plan.space), "config": own}
+    if not path.exists():
+        path.write_text(json.dumps(now, indent=1) + "\n")
+        return
+    before = json.loads(path.read_text())
+    flat_before, flat_now = (
+        {"metric": each["metric"]} | each["config"] | _ranges(each["space"])
+        for each in (before, now)
+    )
+    for name in flat_before.keys() | flat_now.keys():
+        old, new = flat_before.get(name), flat_now.get(name)
+        if old != new:
+            raise RunError(
+                f"{plan.folder} is a sweep with {name} {old}, and this is {new}: give another "
+                "--name, or the flags of then"
+            )
+
+
+def _ranges(space: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {name: str(Range(**one)) for name, one in space.items()}

@@ -1,0 +1,115 @@
+"""What is searched: ranges of settings, from flags such as `--lr 1e-4:1e-2`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from oktopk.train.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Values from `low` to `high`, both included; by ratio where orders of magnitude count."""
+
+    low: float
+    high: float
+    by_ratio: bool
+    whole: bool
+
+    def __str__(self) -> str:
+        return f"{self.low:g}:{self.high:g}"
+
+    def has(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+
+@dataclass(frozen=True, slots=True)
+class Searchable:
+    """A setting that can be searched, and where, when nothing is said; None: not at all."""
+
+    by_ratio: bool
+    usual: Callable[[Config], tuple[float, float] | None]
+    said: str
+    """The usual range, for the help."""
+
+
+def _if_sparse(low: float, high: float) -> Callable[[Config], tuple[float, float] | None]:
+    return lambda config: None if config.method == "dense" else (low, high)
+
+
+SEARCHED: dict[str, Searchable] = {
+    "lr": Searchable(
+        True, lambda config: (config.lr / 4, config.lr * 4), "a quarter to four times the config's"
+    ),
+    "density": Searchable(True, _if_sparse(0.005, 0.1), "0.005:0.1"),
+    "warmup_steps": Searchable(
+        False,
+        lambda config: None if config.method == "dense" else (0, max(2 * config.warmup_steps, 64)),
+        "0 to twice the config's",
+    ),
+    "exact_every": Searchable(
+        True, lambda config: (8, 128) if config.method == "oktopk" else None, "8:128 for oktopk"
+    ),
+    "bounds_every": Searchable(True, lambda config: None, "the config's"),
+    "ramp_steps": Searchable(False, lambda config: None, "the config's"),
+    "weight_decay": Searchable(True, lambda config: None, "the config's"),
+}
+
+
+def add_ranges(parser: argparse.ArgumentParser) -> None:
+    """A flag for every setting that can be searched."""
+    for name, one in SEARCHED.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            metavar="LOW:HIGH",
+            default=None,
+            help=f"a range to search, or a value; default: {one.said}",
+        )
+
+
+def parse(base: Config, given: dict[str, str | None]) -> tuple[Config, dict[str, Range]]:
+    """The config with what is fixed, and the ranges; both ends of each must be allowed."""
+    space: dict[str, Range] = {}
+    for name, one in SEARCHED.items():
+        whole = isinstance(getattr(base, name), int)
+        text = given.get(name)
+        ends = one.usual(base) if text is None else _ends(name, text, whole)
+        if ends is None:
+            continue
+        least, most = (replace(base, **{name: end}) for end in ends)  # refuses what is not allowed
+        if least == most:
+            base = least
+        else:
+            space[name] = Range(*ends, one.by_ratio, whole)
+    _check(space)
+    return base, space
+
+
+def _ends(name: str, text: str, whole: bool) -> tuple[float, float]:
+    flag = f"--{name.replace('_', '-')}"
+    try:
+        ends = [int(part) if whole else float(part) for part in text.split(":")]
+    except ValueError:
+        ends = []
+    if len(ends) not in (1, 2):
+        kind = "whole numbers" if whole else "numbers"
+        raise ValueError(f"{flag} {text!r}: a range LOW:HIGH of {kind}, or a single one")
+    if ends[0] > ends[-1]:
+        raise ValueError(f"{flag} {text}: the lower end comes first")
+    return ends[0], ends[-1]
+
+
+def _check(space: dict[str, Range]) -> None:
+    if not space:
+        raise ValueError("nothing to search: give at least one range, such as --lr 1e-3:1e-2")
+    for name, one in space.items():
+        if one.by_ratio and one.low <= 0:
+            raise ValueError(f"{name} is searched by ratio: its range {one} must be above 0")
+
+
+def as_plain(space: dict[str, Range]) -> dict[str, Any]:
+    """For JSON."""
+    return {name: asdict(one) for name, one in space.items()}

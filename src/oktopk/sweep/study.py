@@ -1,0 +1,123 @@
+"""The search itself: Optuna, with its storage in the sweep's folder.
+
+A trial of ours is a run's folder. When a sweep was ended in the middle of one, Optuna gets a second
+trial with the same values and the same folder, where training goes on from its checkpoint.
+"""
+
+# Optuna is imported inside: the rest of the command line must not need it
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oktopk.sweep.space import Range
+from oktopk.train.config import Config
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.distributions import BaseDistribution
+    from optuna.trial import FrozenTrial, Trial
+
+STORAGE = "optuna.db"
+FOLDER = "folder"
+AT_RANDOM = 4
+"""Trials before anything is pruned or guessed from the others."""
+COMPLETE, PRUNED, FAILED = "COMPLETE", "PRUNED", "FAIL"
+ENOUGH = 4
+"""Finished trials that importances need."""
+DIGITS = 4
+
+
+@contextmanager
+def opened(folder: Path, seed: int) -> Iterator[Study]:
+    """The study in a folder, new or as it was left."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    storage = optuna.storages.RDBStorage(f"sqlite:///{folder / STORAGE}")
+    study = optuna.create_study(
+        storage=storage,
+        study_name="sweep",
+        load_if_exists=True,
+        direction="minimize",
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=AT_RANDOM, n_min_trials=3),
+    )
+    # a sweep that goes on must not draw the same values again
+    start = seed + len(study.get_trials(deepcopy=False))
+    study.sampler = optuna.samplers.TPESampler(seed=start, n_startup_trials=AT_RANDOM)
+    try:
+        yield study
+    finally:
+        storage.remove_session()
+        storage.engine.dispose()
+
+
+def begin(study: Study, base: Config, space: dict[str, Range]) -> None:
+    """Queue what comes first: the config as it stands, or what an earlier call left half-way."""
+    before = study.get_trials(deepcopy=False)
+    own = {name: getattr(base, name) for name in space}
+    if not before and all(space[name].has(value) for name, value in own.items()):
+        study.enqueue_trial(own)
+    for trial in before:
+        if trial.state.name != "RUNNING":
+            continue
+        if FOLDER in trial.user_attrs:
+            study.enqueue_trial(trial.params, user_attrs={FOLDER: trial.user_attrs[FOLDER]})
+        _close(study, trial.number, FAILED)
+
+
+def ask(study: Study, space: dict[str, Range]) -> tuple[Trial, str]:
+    """The next trial and its folder's name."""
+    trial = study.ask({name: _distribution(one) for name, one in space.items()})
+    name = trial.user_attrs.get(FOLDER) or f"trial-{len(trials(study)):03d}"
+    trial.set_user_attr(FOLDER, name)
+    return trial, name
+
+
+def _distribution(one: Range) -> BaseDistribution:
+    from optuna.distributions import FloatDistribution, IntDistribution
+
+    if one.whole:
+        return IntDistribution(int(one.low), int(one.high), log=one.by_ratio)
+    return FloatDistribution(one.low, one.high, log=one.by_ratio)
+
+
+def tell(study: Study, trial: Trial, state: str, value: float | None) -> None:
+    """End a trial; only a complete one has a value of its own."""
+    if state == COMPLETE:
+        study.tell(trial, value)
+    else:
+        _close(study, trial.number, state)
+
+
+def _close(study: Study, number: int, state: str) -> None:
+    from optuna.trial import TrialState
+
+    study.tell(number, state=TrialState[state])
+
+
+def trials(study: Study) -> dict[str, FrozenTrial]:
+    """The trial of every folder: the last one, where a trial went on in a second call."""
+    found = study.get_trials(deepcopy=False)
+    return {trial.user_attrs[FOLDER]: trial for trial in found if FOLDER in trial.user_attrs}
+
+
+def values(params: dict[str, Any]) -> dict[str, Any]:
+    """What a trial is trained with: digits that a person would still type."""
+    return {
+        name: float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+        for name, value in params.items()
+    }
+
+
+def importances(study: Study) -> dict[str, float]:
+    """How much of the metric's variance each setting explains; empty when too little is known."""
+    import optuna
+
+    complete = [trial for trial in trials(study).values() if trial.state.name == COMPLETE]
+    if len(complete) < ENOUGH or len({trial.value for trial in complete}) < 2:
+        return {}
+    evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
+    return optuna.importance.get_param_importances(study, evaluator=evaluator)

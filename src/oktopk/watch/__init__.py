@@ -1,0 +1,1 @@
+"""`oktopk watch`: a run in the terminal, as it goes on."""

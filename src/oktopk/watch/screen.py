@@ -1,0 +1,147 @@
+"""What `oktopk watch` shows: one panel of a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from rich.console import RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from oktopk.report.units import clock, size
+from oktopk.train.step import OVERLAPPED, PARTS
+from oktopk.watch.seen import Seen
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+WIDTH = 32
+SILENT = 120.0
+"""Seconds without a word after which it may be dead: validation takes a while too."""
+COLOURS = {"finished": "green", "running": "cyan", "stopped": "yellow", "failed": "red"}
+SHOWN_WARNINGS = 3
+
+
+def screen(seen: Seen, name: str, quiet: float) -> RenderableType:
+    """The panel; `quiet` is seconds since the journal last grew."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in rows(seen, quiet):
+        grid.add_row(label, Text(text))
+    return Panel(grid, title=Text(name), border_style=COLOURS.get(status(seen, quiet), "yellow"))
+
+
+def rows(seen: Seen, quiet: float) -> list[tuple[str, str]]:
+    """Label and text of every line that has something to say."""
+    found = [("status", _status_line(seen, quiet))]
+    for label, part in LINES.items():
+        text = part(seen)
+        if text:
+            found.append((label, text))
+    found += [("warning", text) for text in seen.warnings[-SHOWN_WARNINGS:]]
+    more = len(seen.warnings) - SHOWN_WARNINGS
+    return [*found, ("", f"and {more} warnings before")] if more > 0 else found
+
+
+def status(seen: Seen, quiet: float) -> str:
+    """One word for the run."""
+    if seen.end is not None:
+        return seen.end["how"]
+    if not seen.opening and not seen.steps:
+        return "waiting"
+    return "silent" if quiet > SILENT else "running"
+
+
+def _status_line(seen: Seen, quiet: float) -> str:
+    word = status(seen, quiet)
+    if word == "waiting":
+        return "waiting for the run to begin"
+    if word == "silent":
+        return f"no news for {clock(quiet)}: is it still there? `oktopk train --resume` goes on"
+    if seen.end is not None:
+        return ": ".join(filter(None, (word, seen.end.get("text"))))
+    settings, workers = seen.opening.get("settings", {}), seen.opening.get("size")
+    kind = ""
+    if settings:
+        kind = settings["method"]
+        kind += "" if kind == "dense" else f" at density {settings['density']:g}"
+        kind += f", {workers} worker{'s' * (workers != 1)}"
+    return ", ".join(filter(None, (word, kind)))
+
+
+def _progress(seen: Seen) -> str:
+    if not seen.steps:
+        return ""
+    total = seen.opening.get("total_steps")
+    if not total:
+        return f"step {seen.steps}, {seen.last['phase']} phase"
+    share = min(1.0, seen.steps / total)
+    full = round(share * WIDTH)
+    text = f"{'█' * full}{'░' * (WIDTH - full)} {share:.0%}, step {seen.steps} of {total}, "
+    text += f"{seen.last['phase']} phase"
+    return text if seen.end else f"{text}, about {clock(_seconds_left(seen, total))} left"
+
+
+def _seconds_left(seen: Seen, total: int) -> float:
+    """Of steps; validations come on top."""
+    per_step = sum(entry["whole"] for entry in seen.recent) / len(seen.recent)
+    return per_step * max(0, total - seen.steps)
+
+
+def _loss(seen: Seen) -> str:
+    if not seen.losses:
+        return ""
+    skipped = f", {seen.skipped} steps skipped" if seen.skipped else ""
+    return f"{sparkline(seen.losses)} {seen.losses[-1]:.3f}{skipped}"
+
+
+def _wer(seen: Seen) -> str:
+    if not seen.validated:
+        return ""
+    last = seen.validated[-1]
+    loss = "-" if last["val_loss"] is None else f"{last['val_loss']:.3f}"
+    return (
+        f"{sparkline([entry['wer'] for entry in seen.validated])} {last['wer']:.3f}, "
+        f"CER {last['cer']:.3f}, validation loss {loss} after epoch {last['epoch']}"
+    )
+
+
+def _traffic(seen: Seen) -> str:
+    sent, dense = sum(seen.sent.values()), sum(seen.as_dense.values())
+    if not dense or not sent:
+        return ""
+    text = f"{size(sent)} by worker 0 for {size(dense)} dense, {1 - sent / dense:.0%} saved"
+    if seen.sent["sparse"]:
+        text += f"; sparse phase {seen.as_dense['sparse'] / seen.sent['sparse']:.1f}x less"
+    return text
+
+
+def _time(seen: Seen) -> str:
+    """Where the last steps' time went."""
+    if not seen.recent:
+        return ""
+    means = {
+        part: sum(entry[part] for entry in seen.recent) / len(seen.recent)
+        for part in (*PARTS, *OVERLAPPED, "whole")
+    }
+    if not means["whole"]:
+        return ""
+    shares = ", ".join(f"{part} {means[part] / means['whole']:.0%}" for part in PARTS)
+    hidden = ", ".join(f"{part} {means[part] * 1e3:.0f}" for part in OVERLAPPED)
+    return f"{means['whole'] * 1e3:.0f} ms a step: {shares}\nmeanwhile, in ms: {hidden}"
+
+
+LINES = {"progress": _progress, "loss": _loss, "WER": _wer, "sent": _traffic, "time": _time}
+
+
+def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
+    """The values in so many blocks at most, each the mean of its share of them."""
+    if len(values) > width:
+        edges = [len(values) * i // width for i in range(width + 1)]
+        values = [sum(values[begin:end]) / (end - begin) for begin, end in pairwise(edges)]
+    low, high = min(values), max(values)
+    steps = len(BLOCKS) - 1
+    return "".join(
+        BLOCKS[round((value - low) / (high - low) * steps) if high > low else 0] for value in values
+    )

@@ -108,6 +108,7 @@ def sum_up(plan: Plan, study: Study) -> tuple[list[Result], str]:
 
 def _close(plan: Plan, found: list[Result], line: str, done: int, begun: int) -> None:
     if not found:
+        _say("no trial has begun: raise --minutes or --trials")
         return
     _say(f"\n{markdown(as_table(ranked(found)[:SHOWN], plan.metric))}")
     _say(f"{done} trials, {begun - done} half-way; {plan.folder}: table.md, table.json, sweep.html")

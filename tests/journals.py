@@ -1,0 +1,65 @@
+"""Runs that never ran: folders with a config and a journal, as the trainer would leave them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from oktopk.train.config import Config, to_toml
+
+SECONDS = {"data": 0.01, "forward": 0.02, "backward": 0.03, "exposed": 0.02, "optimizer": 0.01}
+OVERLAPPED = {"select": 0.005, "exchange": 0.01, "scatter": 0.002}
+
+
+def opening(size: int = 2, total: int = 8, method: str = "oktopk") -> dict:
+    settings = {"method": method, "density": 0.02, "warmup_steps": 2}
+    return {"kind": "run", "step": 0, "size": size, "total_steps": total, "settings": settings}
+
+
+def step(number: int, *, loss: float | None = 3.0, sent: int = 10, warmup: int = 2) -> dict:
+    phase = "dense" if number < warmup else "sparse"
+    sizes = {"bytes_sent": 100 if phase == "dense" else sent, "bytes_dense": 100}
+    found = {"kind": "step", "step": number, "epoch": number // 4, "loss": loss, "phase": phase}
+    return found | sizes | SECONDS | OVERLAPPED | {"whole": 0.1, "skipped": loss is None}
+
+
+def epoch(number: int, wer: float | None, at: int) -> dict:
+    rates = {"wer": wer, "cer": wer and wer / 2, "val_loss": wer and wer * 10}
+    return {"kind": "epoch", "epoch": number, "step": at, "train_loss": 2.0} | rates
+
+
+def end(how: str = "finished", text: str = "", **totals: dict) -> dict:
+    found = {"kind": "end", "how": how, "text": text}
+    return found | ({"seconds": 1.0, "totals": totals} if totals else {})
+
+
+def phase_sums(steps: int, sent: int, dense: int) -> dict:
+    sums = {"steps": steps, "skipped": 0, "bytes_sent": sent, "bytes_dense": dense}
+    return sums | {"result": 0, "numel": 0, "microseconds": steps * 100_000}
+
+
+def whole_run(wer: float = 0.5, sent: int = 10, ranks: int = 2) -> list[dict]:
+    """Two epochs of four steps, the first two steps dense."""
+    sums = {"dense": phase_sums(2, 200 * ranks, 200 * ranks)}
+    sums["sparse"] = phase_sums(6, 6 * sent * ranks, 600 * ranks)
+    return [
+        opening(ranks),
+        *(step(i, sent=sent, loss=4.0 - i / 4) for i in range(4)),
+        epoch(0, 2 * wer, 3),
+        *(step(i, sent=sent, loss=4.0 - i / 4) for i in range(4, 8)),
+        epoch(1, wer, 7),
+        end(**sums),
+    ]
+
+
+def lines(entries: list[dict]) -> bytes:
+    return "".join(json.dumps(entry) + "\n" for entry in entries).encode()
+
+
+def write(folder: Path, entries: list[dict], config: Config | None = None) -> Path:
+    """A run's folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_bytes(lines(entries))
+    if config is not None:
+        (folder / "config.toml").write_text(to_toml(config))
+    return folder

@@ -24,7 +24,7 @@ from torch import Tensor
 from oktopk import kernels
 from oktopk.comm import Comm
 from oktopk.feedback import settle_
-from oktopk.layout import Bucket, grouped, narrow, share_out
+from oktopk.layout import Bucket, by_bucket, grouped, share_out
 from oktopk.methods import METHODS, Candidates, Exchanged, Method, State
 from oktopk.settings import Settings, num_kept
 from oktopk.sparse import Sparse, acc_dtype, empty
@@ -297,26 +297,7 @@ class Engine:
             local = self._inspected(local, k, acc, rider)
         with self._tally.clock("exchange"):
             exchanged = self._method.exchange(local, rider, k, state, self.comm)
-            self._tally.moved |= self._shared_out(exchanged, group)
-
-    def _shared_out(self, exchanged: Exchanged, group: range) -> dict[int, Exchanged]:
-        """A group's exchange by bucket."""
-        if len(group) == 1:
-            return {group.start: exchanged}
-        sums = exchanged.rider.split([self.buckets[bucket].num_dense for bucket in group])
-        edges = [start - self.starts[group.start] for start in self.starts]
-        parts = {}
-        for bucket, rider in zip(group, sums, strict=True):
-            lo, hi = edges[bucket], edges[bucket + 1]
-            parts[bucket] = Exchanged(
-                narrow(exchanged.result, lo, hi),
-                narrow(exchanged.offered, lo, hi),
-                rider,
-                tuple(narrow(cut, lo, hi) for cut in exchanged.returned),
-                exchanged.imbalance,
-                exchanged.sent if bucket == group.start else 0,  # all of it, once
-            )
-        return parts
+            self._tally.moved |= by_bucket(exchanged, group, self.buckets)
 
     def _set_quotas(self, k: int) -> None:
         """Share k as the result was shared; every group starts at the model's thresholds."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 
+from oktopk.methods import Exchanged
 from oktopk.sparse import Sparse
 
 
@@ -44,6 +46,26 @@ def narrow(sparse: Sparse, lo: int, hi: int) -> Sparse:
     start = int(torch.searchsorted(sparse.indices, edges[0]))
     end = int(torch.searchsorted(sparse.indices, edges[1], right=True))
     return Sparse(sparse.indices[start:end] - lo, sparse.values[start:end], hi - lo)
+
+
+def by_bucket(exchanged: Exchanged, group: range, buckets: list[Bucket]) -> dict[int, Exchanged]:
+    """What a group of buckets exchanged together, by bucket."""
+    if len(group) == 1:
+        return {group.start: exchanged}
+    members = buckets[group.start : group.stop]
+    sums = exchanged.rider.split([bucket.num_dense for bucket in members])
+    edges = list(accumulate((bucket.numel for bucket in members), initial=0))
+    parts = {}
+    for i, (lo, hi) in enumerate(pairwise(edges)):
+        parts[group.start + i] = Exchanged(
+            narrow(exchanged.result, lo, hi),
+            narrow(exchanged.offered, lo, hi),
+            sums[i],
+            tuple(narrow(cut, lo, hi) for cut in exchanged.returned),
+            exchanged.imbalance,
+            0 if i else exchanged.sent,  # all of it, once
+        )
+    return parts
 
 
 def share_out(total: int, weights: list[int], most: list[int]) -> list[int]:

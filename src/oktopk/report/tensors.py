@@ -28,7 +28,8 @@ def tensors(record: Record) -> list[Block]:
         _bars("Kept fraction by kind of layer", _by_kind(record, sparse), note, percent=True),
         _bars("Kept fraction by tensor", _fractions(last), "", percent=True),
     ]
-    norms = last.get("residual_norm") or {}
+    owed = last.get("residual_norm") or {}
+    norms = {name: owed[name] for name in last["kept"] if owed.get(name)}  # the others owe nothing
     if norms:
         text = "Norm of what rank 0 still owes, over the norm of what was applied in that step."
         shares = {n: norm / last["norm"][n] for n, norm in norms.items() if last["norm"].get(n)}

@@ -14,9 +14,9 @@ function layout(asked) {
   const made = {
     colorway: palette, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: color("--ink"), size: narrow ? 11 : 12 },
-    margin: { l: 50, r: 16, t: 10, b: 40 }, hovermode: "x unified", height: narrow ? 300 : 360,
+    margin: { l: 50, r: 16, t: 28, b: 40 }, hovermode: "x unified", height: narrow ? 300 : 360,
     modebar: { bgcolor: "rgba(0,0,0,0)", color: color("--line"), activecolor: color("--soft") },
-    legend: { orientation: "h", y: -0.2, x: 0 },
+    legend: { orientation: "h", y: -0.2, x: 0, traceorder: "normal" },
     hoverlabel: { bgcolor: color("--card"), bordercolor: color("--line"), font: { color: color("--ink") } },
     ...asked,
   };

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from oktopk.sweep.results import Result, as_table, best, ranked
 from oktopk.sweep.space import Range, parse
 from oktopk.train.config import Config
 from test_launch import environment
-from test_train_cli import LIMIT, SMALL
+from test_train_cli import SMALL
 
 LR = ["--lr", "1e-3:1e-1", "--density", "0.02", "--warmup-steps", "2", "--exact-every", "32"]
 
@@ -226,21 +225,13 @@ def test_the_best_is_one_that_finished():
     assert as_table(found, "wer")[1][:5] == ["trial-001", "pruned", "0.100", "0.1", "1"]
 
 
-@pytest.mark.timeout(200)  # two trials, each a process that imports torch
-def test_real_trials_from_the_command_line(corpus, tmp_path):
-    flags = [*SMALL, "--data", corpus, "--runs", str(tmp_path), "--workers", "1"]
-    flags += ["--max-steps", "3", "--trials", "2", "--lr", "0.001:0.02", "--exact-every", "1:4"]
-    done = subprocess.run(
-        [sys.executable, "-m", "oktopk", "sweep", *flags],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT * 2,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "sweep" / "table.json").read_text())
-    assert [row["state"] for row in rows] == ["finished"] * 2 and rows[0]["steps"] == 3
-    own = (tmp_path / "sweep" / rows[0]["trial"] / "config.toml").read_text()
-    assert f"lr = {rows[0]['values']['lr']}\n" in own
-    assert (tmp_path / "sweep" / "sweep.html").stat().st_size > 1e6
+@pytest.mark.timeout(240)  # a process that imports torch
+def test_a_real_trial_from_the_command_line(call, corpus):
+    flags = [*SMALL, "--data", corpus, "--workers", "1", "--max-steps", "3", "--trials", "1"]
+    assert call(*flags, "--lr", "0.001:0.02", "--exact-every", "1:4") == 0
+    (row,) = table()
+    assert row["state"] == "finished" and row["steps"] == 3 and row["metric"] is not None
+    own = Path("runs/sweep/trial-000/config.toml").read_text()
+    assert f"lr = {row['values']['lr']}\n" in own
+    assert f"exact_every = {row['values']['exact_every']}\n" in own
+    assert Path("runs/sweep/sweep.html").stat().st_size > 1e6

@@ -103,6 +103,18 @@ def test_a_status_for_every_fate(entries, quiet, word, text):
     screen(seen, "runs/x", quiet)
 
 
+def test_a_journal_of_ones_own_training_is_enough():
+    """What docs/guides/reports.md asks for: the fields of StepStats, and nothing else."""
+    import torch
+
+    import oktopk
+
+    reducer = oktopk.Reducer(1000, density=0.02, warmup_steps=1)
+    stats = [reducer.reduce_(torch.randn(1000)).as_dict() for _ in range(3)]
+    shown = dict(rows(seen_of([{"kind": "step"} | step for step in stats]), 0.0))
+    assert shown["progress"] == "step 3, sparse phase" and "loss" not in shown
+
+
 def test_skipped_steps_and_many_warnings_do_not_crowd_the_view():
     warnings = [{"kind": "warning", "text": f"no {i}"} for i in range(5)]
     seen = seen_of([journals.step(0), journals.step(1, loss=None), *warnings])

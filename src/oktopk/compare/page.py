@@ -72,4 +72,4 @@ def write_report(path: Path, records: list[Record], rows: list[Row], metric: str
     opening = paragraph(
         "The same training, exchanged in different ways. Bytes are those of all workers."
     )
-    write_page(path, f"Comparison {path.parent.name}", opening, sections)
+    write_page(path, f"{path.parent.resolve().name}: comparison of runs", opening, sections)

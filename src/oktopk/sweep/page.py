@@ -115,4 +115,4 @@ def write_report(
         Section("On the way", [history(found, metric), cost(found, metric)]),
     ]
     best = paragraph(f"The best so far: {line}") if line else paragraph("None has finished yet.")
-    write_page(path, f"Sweep {path.parent.name}", best, sections)
+    write_page(path, f"{path.parent.resolve().name}: search of settings", best, sections)

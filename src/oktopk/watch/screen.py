@@ -85,7 +85,7 @@ def _progress(seen: Seen) -> str:
 
 def _seconds_left(seen: Seen, total: int) -> float:
     """Of steps; validations come on top."""
-    per_step = sum(entry["whole"] for entry in seen.recent) / len(seen.recent)
+    per_step = sum(entry.get("whole", 0.0) for entry in seen.recent) / len(seen.recent)
     return per_step * max(0, total - seen.steps)
 
 
@@ -122,7 +122,7 @@ def _time(seen: Seen) -> str:
     if not seen.recent:
         return ""
     means = {
-        part: sum(entry[part] for entry in seen.recent) / len(seen.recent)
+        part: sum(entry.get(part, 0.0) for entry in seen.recent) / len(seen.recent)
         for part in (*PARTS, *OVERLAPPED, "whole")
     }
     if not means["whole"]:

@@ -49,8 +49,8 @@ def _take_run(seen: Seen, entry: Entry) -> None:
 def _take_step(seen: Seen, entry: Entry) -> None:
     seen.last = entry
     seen.recent.append(entry)
-    seen.skipped += entry["skipped"]
-    if entry["loss"] is not None:
+    seen.skipped += bool(entry.get("skipped"))
+    if entry.get("loss") is not None:  # a journal of somebody's own training may have none
         seen.losses.append(entry["loss"])
     seen.sent[entry["phase"]] += entry["bytes_sent"]
     seen.as_dense[entry["phase"]] += entry["bytes_dense"]

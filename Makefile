@@ -1,5 +1,6 @@
 # make train: a virtual environment, a spoken corpus, 4 workers with Ok-Topk on a small model.
 # make test: a virtual environment, then lint, types and tests.
+# make docs: a virtual environment, then the documentation site in site/.
 # Nothing else is needed beforehand. ARGS="--epochs 3" goes to oktopk train.
 VENV ?= .venv
 PYTHON ?= python3
@@ -7,7 +8,7 @@ BIN := $(VENV)/bin
 
 ARGS ?=
 
-.PHONY: train test lint types pytest test-slow bench-selection clean
+.PHONY: train test lint types pytest test-slow bench-selection docs clean
 
 train: $(VENV)/.train
 	$(BIN)/oktopk train $(ARGS)
@@ -30,14 +31,24 @@ test-slow: $(VENV)/.installed
 bench-selection: $(VENV)/.installed
 	$(BIN)/python benchmarks/selection.py
 
+# Dead links and anchors are errors (mkdocs.yml), but with --quiet they would not be. The variable
+# silences news about the theme.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "open site/index.html (its search needs a server: python3 -m http.server -d site)"
+
 # what training needs; the rest comes with make test
 $(VENV)/.train: pyproject.toml constraints.txt
 	$(call install,train)
 	touch $@
 
+$(VENV)/.docs: pyproject.toml constraints.txt
+	$(call install,docs)
+	touch $@
+
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(call install,all)
-	touch $(VENV)/.train $@
+	touch $(VENV)/.train $(VENV)/.docs $@
 
 define install
 	$(PYTHON) -m venv $(VENV)
@@ -46,4 +57,4 @@ define install
 endef
 
 clean:
-	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site .pytest_cache .ruff_cache .hypothesis

@@ -81,3 +81,4 @@ METHODS: dict[str, Method] = {
         summary="top k by region: split and reduce, global threshold, balanced gather",
     ),
 }
+"""The methods by name: `dense`, `topka`, `gaussiank`, `topkdsa`, `gtopk`, `oktopk`."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from oktopk.comm import Comm
 from oktopk.handle import Handle
+from oktopk.methods.selection import exact_of
 from oktopk.stats import StepStats
 
 
@@ -114,15 +115,19 @@ def judge(acc: Tensor, grad: Tensor, result: Tensor, k: int) -> dict[str, float]
     the shares of the sum of squares that the entries of the result and of the true top k hold. `xi`
     is the distance of the result from the true top k over the norm of the mean gradient.
     """
-    k = min(k, acc.numel())
-    best = torch.zeros_like(acc, dtype=torch.bool)
-    best[acc.abs().topk(k).indices] = True
-    chosen, squares = result != 0, acc.double().square()
-    whole, norm = squares.sum().item(), grad.double().norm().item()
-    distance = torch.where(best, acc, 0).sub(result).double().norm().item()
+    best, _ = exact_of(acc, min(k, acc.numel()))
+    top = best.to_dense()
+    wanted = torch.count_nonzero(top).item()
+    whole, norm = _energy(acc), _energy(grad) ** 0.5
+    distance = _energy(top - result) ** 0.5
     return {
-        "recall": (best & chosen).sum().item() / k if k else 1.0,
-        "energy": squares[chosen].sum().item() / whole if whole else 1.0,
-        "best_energy": squares[best].sum().item() / whole if whole else 1.0,
+        "recall": ((top != 0) & (result != 0)).sum().item() / wanted if wanted else 1.0,
+        "energy": _energy(acc[result != 0]) / whole if whole else 1.0,
+        "best_energy": _energy(best.values) / whole if whole else 1.0,
         "xi": distance / norm if norm else 0.0,
     }
+
+
+def _energy(x: Tensor) -> float:
+    """Sum of squares."""
+    return torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2

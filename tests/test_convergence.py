@@ -57,6 +57,7 @@ def test_an_unknown_setting_is_named(tmp_path):
     assert "dense, plain, auto, got 'densse'" in said.stderr
 
 
+@pytest.mark.slow
 def test_a_failed_run_does_not_lose_the_others(tmp_path):
     small = ["--tasks", "digits", "--optimizers", "sgd", "--seeds", "0", "--steps", "4"]
     said = bench(tmp_path, *small, "--settings", "plain,density=7", "dense")

@@ -73,7 +73,7 @@ def warnings_in(stderr: str) -> list[str]:
     "script",
     [
         "torchrun_digits.py",
-        "accelerate_digits.py",
+        pytest.param("accelerate_digits.py", marks=pytest.mark.slow),  # docs/guides has one too
         pytest.param("lightning_digits.py", marks=pytest.mark.slow),
     ],
 )

@@ -56,7 +56,7 @@ def test_a_jump_of_scale_is_met_in_the_same_step():
                 assert 0.9 * 60 <= step.stats.result <= 1.1 * 60, step.stats
 
 
-@pytest.mark.parametrize("most", [96, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [64, pytest.param(256, marks=pytest.mark.slow)])
 def test_words_do_not_grow_with_the_number_of_ranks(most):
     """The mean over ranks is 4k(P-1)/P words: the same at 8 and at 256 but for (P-1)/P."""
     k, words = 800, {}

@@ -50,6 +50,7 @@ def test_a_healthy_run_says_what_matters_and_warns_of_nothing(corpus, tmp_path):
         ".lock",
         "config.toml",
         "metrics.jsonl",
+        "report.html",
         "tensorboard",
         "checkpoints",
     }
@@ -140,6 +141,7 @@ def test_a_killed_worker_loses_only_the_steps_since_the_checkpoint(corpus, tmp_p
     assert steps == list(range(reached + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # six processes import torch
 def test_torchrun_restarts_after_a_lost_worker_and_goes_on(corpus, tmp_path):
     folder = tmp_path / "tiny"

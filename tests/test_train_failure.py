@@ -69,7 +69,7 @@ def small_disk(path: Path, size: str):
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(worlds, corpus, tmp_path):
-    with small_disk(tmp_path, "4m"):
+    with small_disk(tmp_path, "9m"):
         folder = broken_off(worlds, corpus, tmp_path)
         ballast, before = tmp_path / "ballast", speech.newest(folder)
         room = os.statvfs(tmp_path)
@@ -86,7 +86,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(worlds, corpus, tmp_path):
 def test_a_full_disk_at_an_epochs_end_keeps_the_only_checkpoint(worlds, corpus, tmp_path):
     """With keep = 1, and a checkpoint due at the very step the epoch ends: it is written once."""
     settings = {"epochs": 1, "checkpoint_every": 3, "keep": 1}
-    with small_disk(tmp_path, "4m"):
+    with small_disk(tmp_path, "9m"):
         answers = worlds.run(
             2, speech.train, corpus, str(tmp_path), settings, False, {"fills_at": 5}
         )

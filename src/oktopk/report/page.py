@@ -45,8 +45,11 @@ class Section:
 def write_page(path: Path, title: str, opening: str, sections: Iterable[Section]) -> None:
     """Write a page beside its place and move it there whole. `opening` is HTML."""
     draft = path.with_name(f".{path.name}.part")
-    draft.write_text(page(title, opening, sections), encoding="utf-8")
-    draft.replace(path)
+    try:
+        draft.write_text(page(title, opening, sections), encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)  # a full disk must not stay full of half a page
 
 
 def page(title: str, opening: str, sections: Iterable[Section]) -> str:

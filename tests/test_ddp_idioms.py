@@ -226,3 +226,26 @@ def test_auto_picks_one_method_for_all_ranks_and_says_why(worlds):
     assert first == second and first in CHOICES
     assert silent == [] and len(said) == 1
     assert all(f"{name} " in said[0] for name in CHOICES) and "latency" in said[0]
+
+
+def resumed_by_itself(group) -> list[str]:
+    """The method of a run that `auto` began otherwise than it would go on: before and after."""
+    rank = torch.distributed.get_rank(group)
+    fixed = {"method": "gtopk", "warmup_steps": 0}
+    states = []
+    for attached in (fixed, {"method": "auto", "warmup_steps": 0}):
+        model, called, optimizer, handle = build(group, IDIOMS["plain"], 0, attached)
+        methods = [handle.settings.method]
+        if states:
+            handle.load_state_dict(states[-1])
+        for step in range(3):
+            one_step(model, called, optimizer, IDIOMS["plain"], rank, step)
+        methods.append(handle.settings.method)
+        states.append(handle.state_dict())
+        handle.close()
+    return methods
+
+
+def test_auto_goes_on_with_the_method_of_a_loaded_state(worlds):
+    for before, after in worlds.run(2, resumed_by_itself):
+        assert before in CHOICES and after == "gtopk"

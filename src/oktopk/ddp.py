@@ -92,6 +92,7 @@ def attach(
         settings = replace(settings, method=_chosen(model, settings, comm))
     handle = Handle(model, settings, comm, roll_call, policy or Policy(), followed)
     handle.on_step, handle.clip_before, handle.check_every = on_step, clip_before, check_every
+    handle.takes_any_method = method == "auto"
     try:
         model.register_comm_hook(handle, _hook)
     except BaseException:

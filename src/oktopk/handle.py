@@ -6,7 +6,7 @@ import json
 import logging
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,8 @@ class Handle:
         self.on_step: Callable[[StepStats], None] | None = None
         self.clip_before: float | None = None
         self.check_every = 0
+        self.takes_any_method = False
+        """Whether nobody asked for this method (`auto`): then that of a loaded state goes on."""
         self.stats: StepStats | None = None
         """Of the last finished step; None before the first. Never half-filled."""
 
@@ -139,10 +141,13 @@ class Handle:
         """Go on where `state_dict` was taken: the same bits as a run that never stopped.
 
         A list of all ranks' states, saved by another number of ranks, is loaded too: rank r takes
-        over what ranks r, r+P, ... owed. The method must be the same.
+        over what ranks r, r+P, ... owed. The method must be the same; one that `auto` picked gives
+        way to that of the state, whatever the network is like now.
         """
         names = self._named.parameters
-        facts, owed, arrived = fitting(state, self.comm, self.settings.method, names)
+        method = None if self.takes_any_method else self.settings.method
+        facts, owed, arrived = fitting(state, self.comm, method, names)
+        self.settings = self._engine.settings = replace(self.settings, method=facts["method"])
         owes = any(bool(part.any()) for part in owed.values())
         self._lay_out(facts["layout"], owed if owes else {})
         self._engine.load_state_dict(facts["engine"])

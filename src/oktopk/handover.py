@@ -15,9 +15,12 @@ State = dict[str, Any]
 
 
 def fitting(
-    state: State | list[State], comm: Comm, method: str, names: Collection[str]
+    state: State | list[State], comm: Comm, method: str | None, names: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The facts, residuals and arrivals this rank goes on with; ValueError says what is wrong."""
+    """The facts, residuals and arrivals this rank goes on with; ValueError says what is wrong.
+
+    A `method` of None takes any.
+    """
     for each in [state] if isinstance(state, dict) else state:
         if not {"facts", "residuals"} <= set(each):
             raise ValueError(
@@ -31,7 +34,7 @@ def fitting(
             f"rank {comm.rank}: the state was saved by {facts['world_size']} ranks and "
             f"there are {comm.size}: pass the list of all ranks' states"
         )
-    if facts["method"] != method:
+    if method is not None and facts["method"] != method:
         raise ValueError(
             f"rank {comm.rank}: the state was saved with method={facts['method']!r} and this is "
             f"{method!r}: attach with the method it was saved with"

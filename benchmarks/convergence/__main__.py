@@ -7,9 +7,10 @@
 
 A setting is `dense`, `plain` (error feedback alone, after a dense warm-up) or `auto` (what suits
 the optimizer, after a ramp), and arguments of `oktopk.attach` behind commas (for speech, fields of
-a training config). A run that has a record in the folder is not run again; a failed one does not
-lose the others. At the end: a table and pictures of all records in the folder, also in the folder.
-Records do not know the code: after a change of the library, use another folder.
+a training config); `dense,beta1=0.3` gives dense AdamW the beta1 that sparse has. A run that has a
+record in the folder is not run again; a failed one does not lose the others. At the end: a table
+and pictures of all records in the folder, also in the folder. Records do not know the code: after
+a change of the library, use another folder.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 import recognition
 import small
 import verdict
-from record import Key, arguments, read
+from record import WORKERS, Key, arguments, read
 from tasks import TASKS
 from torch.multiprocessing.spawn import ProcessException
 
@@ -89,11 +90,15 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--settings", nargs="+", default=["dense", "plain", "auto"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=WORKERS)
     parser.add_argument("--steps", type=int, default=0, help="0: as many as the task asks for")
     parser.add_argument("--folder", type=Path, default=Path("runs/convergence"))
     parser.add_argument("--an4", type=Path, help="what `oktopk data an4` wrote")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.workers < 1 or args.steps < 0:
+        given = f"got {args.workers} and {args.steps}"
+        parser.error(f"--workers must be 1 or more and --steps 0 or more, {given}")
+    return args
 
 
 if __name__ == "__main__":

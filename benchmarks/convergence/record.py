@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 BASES = ("dense", "plain", "auto")
+WORKERS = 4  # unless something else is asked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,4 +66,7 @@ def arguments(setting: str) -> tuple[str, dict[str, str]]:
     base, *pairs = setting.split(",")
     if base not in BASES:
         raise ValueError(f"a setting begins with one of {', '.join(BASES)}, got {setting!r}")
+    wrong = [pair for pair in pairs if "=" not in pair]
+    if wrong:
+        raise ValueError(f"an argument is name=value, got {wrong[0]!r} in {setting!r}")
     return base, dict(pair.split("=", 1) for pair in pairs)

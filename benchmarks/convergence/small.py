@@ -39,10 +39,18 @@ def attached(
     given: dict[str, Any] = {"warmup_steps": task.warmup_steps, "ramp_steps": steps // 2}
     if base == "dense":
         given = {"method": "dense"}
+        more = {name: text for name, text in more.items() if name != "beta1"}
     elif base == "plain":  # a dense warm-up of about the same bytes as the ramp
         given = {"warmup_steps": steps // 10, "ramp_steps": 0}
     given |= {name: _value(text) for name, text in more.items()}
     return oktopk.attach(model, optimizer=None if base == "plain" else optimizer, **given)
+
+
+def relieve(optimizer: Optimizer, setting: str) -> None:
+    """`dense,beta1=0.3`: what sparse AdamW has from its first sparse step on, for dense too."""
+    base, more = arguments(setting)
+    for group in optimizer.param_groups if base == "dense" and "beta1" in more else ():
+        group["betas"] = (float(more["beta1"]), group["betas"][1])
 
 
 def _value(text: str) -> Any:
@@ -79,6 +87,8 @@ def _train(key: Key, task: Task) -> Record:
     sent = dense = 0
     curve, started = [], time.perf_counter()
     for step in range(1, steps + 1):
+        if step == task.warmup_steps + 1:
+            relieve(optimizer, key.setting)
         x, y = (whole[dist.get_rank() :: key.workers] for whole in task.batch(generator, task.size))
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()

@@ -7,11 +7,12 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from record import Record
+from record import WORKERS, Key, Record
 
 Curve = list[tuple[int, float, float]]
 Group = tuple[str, str]
-"""A task and an optimizer: within it settings are compared."""
+"""A task (and its workers and steps, where they are not the usual), and an optimizer: within it
+settings are compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +41,15 @@ class Row:
 def grouped(records: list[Record]) -> dict[Group, dict[str, list[Record]]]:
     groups: dict[Group, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
-        groups[record.key.task, record.key.optimizer][record.key.setting].append(record)
+        groups[_task(record.key), record.key.optimizer][record.key.setting].append(record)
     return groups
+
+
+def _task(key: Key) -> str:
+    """Records of other lengths or numbers of workers are not of the same comparison."""
+    steps = f", {key.steps} steps" if key.steps else ""
+    workers = f", {key.workers} workers" if key.workers != WORKERS else ""
+    return f"{key.task}{steps}{workers}"
 
 
 def mean_curve(records: list[Record]) -> Curve:
@@ -52,9 +60,14 @@ def mean_curve(records: list[Record]) -> Curve:
 
 
 def rows(settings: dict[str, list[Record]]) -> list[Row]:
-    """A row for each setting; distances and pace are NaN and None without a dense one."""
-    dense = mean_curve(settings["dense"]) if "dense" in settings else None
-    return [_row(setting, records, dense) for setting, records in settings.items()]
+    """A row for each setting, against dense over the same seeds; NaN and None without it."""
+    found = []
+    for setting, records in settings.items():
+        seeds = {record.key.seed for record in records}
+        dense = [record for record in settings.get("dense", []) if record.key.seed in seeds]
+        known = len(dense) == len(records)
+        found.append(_row(setting, records, mean_curve(dense) if known else None))
+    return found
 
 
 def _row(setting: str, records: list[Record], dense: Curve | None) -> Row:
@@ -148,7 +161,7 @@ def plot(groups: dict[Group, dict[str, list[Record]]], folder: Path) -> list[Pat
             axes.grid(alpha=0.3)
         left.legend()
         figure.tight_layout()
-        paths.append(folder / f"{task}-{optimizer}.png")
+        paths.append(folder / f"{task.replace(', ', '-').replace(' ', '')}-{optimizer}.png")
         figure.savefig(paths[-1], dpi=110)
         pyplot.close(figure)
     return paths

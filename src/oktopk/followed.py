@@ -9,13 +9,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+LOWEST = 0.1  # of the highest rate: the lowest that residuals follow
+
 
 class Followed:
     """The rates and the scale of the last step; residuals are corrected when they change.
 
     A gradient that was kept back under rate a and is applied under rate b must weigh a/b as much to
-    move the weights as it would have. One that was kept back under loss scale a and is unscaled by
-    b must be b/a as large.
+    move the weights as it would have. That is exact for plain SGD; momentum carries some of it on
+    to later, larger rates, so residuals grow to no more than they would under a tenth of the
+    highest rate there was. One that was kept back under loss scale a and is unscaled by b must be
+    b/a as large.
     """
 
     def __init__(
@@ -28,6 +32,7 @@ class Followed:
             raise TypeError(f"expected an optimizer or a scheduler, got {type(optimizer).__name__}")
         self._scaler = scaler
         self._rates: dict[str, float] = {}
+        self._peaks: dict[str, float] = {}
         self._scale: float | None = None
 
     @property
@@ -37,14 +42,21 @@ class Followed:
 
     def rate_factors(self, parameters: dict[str, Tensor]) -> dict[str, float]:
         """By how much what is owed to each parameter must grow; empty when no rate changed."""
-        rates = self._present_rates(parameters)
+        present = self._present_rates(parameters)
+        for name, rate in present.items():
+            self._peaks[name] = max(rate, self._peaks.get(name, 0.0))
+        # a rate of zero applies nothing: what is owed stays owed at the last rate that did
+        rates = {
+            name: max(rate, LOWEST * self._peaks[name])
+            for name, rate in present.items()
+            if rate > 0
+        }
         factors = {
             name: self._rates[name] / rate
             for name, rate in rates.items()
-            if rate > 0 and self._rates.get(name, rate) != rate
+            if self._rates.get(name, rate) != rate
         }
-        # a rate of zero applies nothing: what is owed stays owed at the last rate that did
-        self._rates |= {name: rate for name, rate in rates.items() if rate > 0}
+        self._rates |= rates
         return factors
 
     def scale_factor(self) -> float:
@@ -53,10 +65,11 @@ class Followed:
         return self._scale / before if self._scale and before else 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rates": dict(self._rates), "scale": self._scale}
+        return {"rates": dict(self._rates), "peaks": dict(self._peaks), "scale": self._scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._rates, self._scale = dict(state["rates"]), state["scale"]
+        self._peaks = dict(state.get("peaks", state["rates"]))
 
     def _present_rates(self, parameters: dict[str, Tensor]) -> dict[str, float]:
         if self.optimizer is None:

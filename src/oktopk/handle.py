@@ -54,6 +54,8 @@ class Handle:
         self.on_step: Callable[[StepStats], None] | None = None
         self.clip_before: float | None = None
         self.check_every = 0
+        self.rate_factors: dict[str, float] = {}
+        """What was owed to a parameter was scaled by so much in the last step, as rates changed."""
         self.takes_any_method = False
         """Whether nobody asked for this method (`auto`): then that of a loaded state goes on."""
         self.stats: StepStats | None = None
@@ -216,9 +218,11 @@ class Handle:
         scale = self._followed.scale_factor()
         if scale != 1.0:
             self._engine.rescale(scale)
-        factors = self._followed.rate_factors(self._named.parameters)
-        for name, residual in self.residuals.items() if factors else ():
-            residual.mul_(factors.get(name, 1.0))
+        self.rate_factors = {}
+        if self.settings.follow_rate:
+            self.rate_factors = self._followed.rate_factors(self._named.parameters)
+        for name, residual in self.residuals.items() if self.rate_factors else ():
+            residual.mul_(self.rate_factors.get(name, 1.0))
 
     def _feed_all(self) -> None:
         """All buckets at once: while DDP may still change them, and to clip before the exchange."""

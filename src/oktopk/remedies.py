@@ -30,7 +30,7 @@ class Remedies:
 
 ADAM = Remedies(
     "a late sum is many gradients, not a huge one, and an average already",
-    {"late_moments": True, "beta1": 0.3},
+    {"late_moments": True, "beta1": 0.3, "follow_rate": False},
 )
 MOMENTUM = Remedies("what follows a late sum mostly goes the same way", {"advance": 0.3})
 NONE = Remedies("nothing is known that suits it better than plain error feedback")
@@ -67,8 +67,8 @@ def suited(
     remedies = remedies_for(optimizer)
     picked = {name: value for name, value in remedies.fields.items() if name not in given}
     settings = replace(settings, **picked)
-    if tells:
-        log.info("%s", _described(optimizer, settings, remedies.why if picked else None))
+    if tells and settings.density < 1:
+        log.info("%s", _described(optimizer, settings, remedies))
     return settings
 
 
@@ -90,12 +90,15 @@ def warn_if_short(settings: Settings, total_steps: int) -> None:
         )
 
 
-def _described(optimizer: Optimizer, settings: Settings, why: str | None) -> str:
-    """One line for people: what holds for this optimizer, and why it was picked."""
+def _described(optimizer: Optimizer, settings: Settings, remedies: Remedies) -> str:
+    """One line for people: what holds for this optimizer, why, and how the density comes down."""
     holds = {name: getattr(settings, name) for name in ("late_moments", "beta1", "advance")}
     parts = [f"{name}={value}" for name, value in holds.items() if value]
-    if settings.schedule:
-        parts.append(f"{settings.falling_steps} steps to come down")
+    asked_for = any(getattr(settings, name) != value for name, value in remedies.fields.items())
+    because = "as asked" if asked_for else remedies.why
     what = ", ".join(parts) or "plain error feedback"
-    because = f" ({why})" if why else ""
-    return f"for {type(optimizer).__name__}: {what}{because}; residuals follow the learning rate"
+    rate = "; residuals follow the learning rate" if settings.follow_rate else ""
+    falls = f"density {settings.density:g} after {settings.warmup_steps} dense steps"
+    if settings.schedule:
+        falls += f" and {settings.falling_steps} in which it comes down from 25 %"
+    return f"for {type(optimizer).__name__}: {what} ({because}){rate}; {falls}"

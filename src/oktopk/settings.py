@@ -45,6 +45,10 @@ class Settings:
     """Let Adam's second moment take an entry of `age` steps as that many small gradients, not as
     one huge one. Needs `attach(..., optimizer=...)`. One read of n, one int32 per entry."""
 
+    follow_rate: bool = True
+    """Scale what is owed when the learning rate changes, so that it moves the weights as it would
+    have. Needs `attach(..., optimizer=...)`. Off for Adam, which divides by what it has seen."""
+
     exact_every: int = 32
     """Steps between exact thresholds over the whole model (`oktopk`; tau' of the paper)."""
 

@@ -33,25 +33,17 @@ class Probe:
         parameters: dict[str, torch.nn.Parameter],
         handle: Handle,
         comm: Comm,
-        follows_rate: bool,
     ) -> None:
         dense = set(handle.dense_parameters)
         self._every, self._comm, self._handle = every, comm, handle
         self._parameters = {n: p for n, p in parameters.items() if n not in dense}
         self._num_dense = sum(p.numel() for n, p in parameters.items() if n in dense)
-        self._follows_rate = follows_rate
-        self._rate = 0.0
-        self._factor = 1.0
         self._owed: Tensor | None = None
         self._last: Tensor | None = None  # the step an entry last arrived in, -1 before any
 
-    def before(self, step: int, rate: float) -> None:
-        """To be called before backward, with the rate of this step. Reads only."""
-        known = not self._follows_rate or self._rate > 0  # the last rate; not right after a resume
-        # what is owed follows the rate: in this step it counts for so much more
-        self._factor = self._rate / rate if self._follows_rate and known else 1.0
-        self._rate = rate
-        due = known and (step + 1) % self._every == 0
+    def before(self, step: int) -> None:
+        """To be called before backward. Reads only."""
+        due = (step + 1) % self._every == 0
         residuals = self._handle.residuals
         self._owed = self._flat(residuals) if due and residuals else None
 
@@ -72,12 +64,20 @@ class Probe:
         if stats.phase == "dense" or self._owed is None:
             return None
         owed = self._flat(self._handle.residuals)
-        sums = torch.stack([owed, owed - self._factor * self._owed])
+        self._follow(self._handle.rate_factors)
+        sums = torch.stack([owed, owed - self._owed])
         acc, grad = self._comm.all_reduce_(sums, stage="probe") / self._comm.size + applied
         found = judge(acc, grad, applied, stats.k - self._num_dense)
         ages = self._ages(owed, stats.step)
         seconds = time.perf_counter() - started
         return {"kind": "probe", "step": stats.step, "seconds": seconds} | found | ages
+
+    def _follow(self, factors: dict[str, float]) -> None:
+        """What was owed counted for so much more in this step."""
+        assert self._owed is not None
+        sizes = [parameter.numel() for parameter in self._parameters.values()]
+        for name, part in zip(self._parameters, self._owed.split(sizes), strict=True):
+            part.mul_(factors.get(name, 1.0))
 
     def _ages(self, owed: Tensor, step: int) -> dict[str, Any]:
         """Steps since what this rank owes last arrived: of all entries, and means by tensor."""

@@ -148,8 +148,7 @@ def make_probe(config: Config, model: Lstman4, handle: Handle, comm: Comm) -> Pr
     """The probe, where one is asked for."""
     if not config.probe_every:
         return None
-    parameters, follows_rate = dict(model.named_parameters()), config.remedies == "auto"
-    return Probe(config.probe_every, parameters, handle, comm, follows_rate)
+    return Probe(config.probe_every, dict(model.named_parameters()), handle, comm)
 
 
 def set_up(config: Config, comm: Comm, device: torch.device, place: Place) -> Run:

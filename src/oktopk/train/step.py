@@ -34,7 +34,7 @@ def take_step(run: Run, batches: list[list[int]]) -> dict[str, Any]:
         group["lr"] = rate
     seconds = dict.fromkeys((*PARTS, "probe"), 0.0)
     if run.probe is not None:
-        run.probe.before(progress.step, rate)
+        run.probe.before(progress.step)
     started = time.perf_counter()
     run.optimizer.zero_grad()
     losses = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def bench(folder: Path, *more: str) -> subprocess.CompletedProcess:
 
 
 def record(setting: str, curve: list, seed: int = 0, **more) -> Record:
-    key = Key(task="t", optimizer="o", setting=setting, seed=seed, workers=2, steps=0)
+    key = Key(task="t", optimizer="o", setting=setting, seed=seed, workers=4, steps=0)
     return Record(key=key, measure="m", higher_is_better=False, curve=curve, **more)
 
 
@@ -34,7 +35,7 @@ def test_it_trains_what_is_missing_and_no_more(tmp_path):
     assert first.returncode == 0, first.stderr
     assert "Warning" not in first.stderr
     assert first.stdout.count("% of the bytes") == 2
-    assert (tmp_path / "digits-adamw.png").stat().st_size > 5000
+    assert (tmp_path / "digits-8steps-2workers-adamw.png").stat().st_size > 5000
     again = bench(tmp_path, *small, "--settings", "dense", "plain,density=0.1")
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("% of the bytes") == 1
@@ -63,7 +64,7 @@ def test_a_failed_run_does_not_lose_the_others(tmp_path):
     said = bench(tmp_path, *small, "--settings", "plain,density=7", "dense")
     assert said.returncode == 1
     assert "density must be in (0, 1], got 7" in said.stderr and "failed: " in said.stderr
-    assert "| digits | sgd | dense |" in said.stdout
+    assert "| digits, 4 steps, 2 workers | sgd | dense |" in said.stdout
 
 
 def test_the_distance_and_the_pace():
@@ -91,6 +92,16 @@ def test_seeds_are_averaged():
     both = [record("dense", [(1, 1.0, 10)]), record("dense", [(1, 3.0, 20)], seed=1)]
     (row,) = verdict.rows(verdict.grouped(both)["t", "o"])
     assert (row.final, row.spread, row.seeds) == (2.0, 2.0, 2)
+
+
+def test_settings_are_compared_over_equal_seeds_steps_and_workers():
+    dense = [record("dense", [(1, 1.0, 10)]), record("dense", [(1, 3.0, 20)], seed=1)]
+    other = record("auto", [(1, 3.0, 20)], seed=1)
+    longer = Record(key=replace(other.key, steps=7), measure="m", higher_is_better=False, curve=[])
+    groups = verdict.grouped([*dense, other, longer])
+    rows = {row.setting: row for row in verdict.rows(groups["t", "o"])}
+    assert rows["auto"].distance == 0  # dense with seed 1 ended there too
+    assert set(groups) == {("t", "o"), ("t, 7 steps", "o")}
 
 
 def test_a_setting_may_have_arguments():

@@ -39,6 +39,15 @@ def test_nothing_at_all_is_a_size():
     }
 
 
+def test_an_advance_is_not_a_distance_from_the_true_top_k(worlds, corpus, tmp_path):
+    """SGD gets more than was selected, and owes it: a rank alone still selects the true top k."""
+    made = {"optimizer": "sgd", "probe_every": 1, "max_steps": 5}
+    worlds.run(1, speech.train, corpus, str(tmp_path), made, False)
+    probes = speech.entries(tmp_path / "tiny", "probe")
+    assert [probe["step"] for probe in probes] == [2, 3, 4]
+    assert all(probe["xi"] < 0.05 and probe["recall"] > 0.95 for probe in probes)
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_probed_run_has_the_bits_of_one_without(worlds, corpus, tmp_path, size):
     runs = {}

@@ -23,7 +23,7 @@ from oktopk.train.data.problems import DataError
 from oktopk.train.errors import RunError
 from oktopk.train.folder import CHECKPOINTS, lock, make, newest, numbered
 from oktopk.train.loop import train
-from oktopk.train.recorder import Recorder
+from oktopk.train.recorder import Recorder, Warnings
 from oktopk.train.resume import restore
 from oktopk.train.setup import Run, set_up
 from oktopk.train.summary import summary
@@ -92,13 +92,17 @@ def run_all(
 ) -> tuple[Path, Validation | None, Totals]:
     """The run from its folder to its last validation, in the default process group."""
     comm, started = Comm(TorchTransport()), time.monotonic()
-    with make_folder(config, comm, device, resume) as folder, reported(folder, comm.rank):
+    with (
+        make_folder(config, comm, device, resume) as folder,
+        reported(folder, comm.rank),
+        Warnings() as warnings,
+    ):
         run = set_up(config, comm, device, place)
         try:
             journal_bytes = find_and_restore(run, folder) if resume else 0
             if comm.rank == 0:  # not before: a resume that fails must leave the run as it is
                 (folder / SETTINGS).write_text(to_toml(config))
-            with Recorder(run, folder, journal_bytes) as recorder:
+            with Recorder(run, folder, journal_bytes, warnings) as recorder:
                 recorder.say(opening(run, folder))
                 result = train(run, recorder, folder)
                 totals = run.totals.of_all(comm, device)

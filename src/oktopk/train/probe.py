@@ -44,8 +44,7 @@ class Probe:
     def before(self, step: int) -> None:
         """To be called before backward. Reads only."""
         due = (step + 1) % self._every == 0
-        residuals = self._handle.residuals
-        self._owed = self._flat(residuals) if due and residuals else None
+        self._owed = self._flat(self._handle.residuals) if due else None  # none yet: zeros
 
     def after(self, stats: StepStats) -> dict[str, Any] | None:
         """To be called after backward, before anything changes the gradients. Collective.
@@ -67,7 +66,9 @@ class Probe:
         self._follow(self._handle.rate_factors)
         sums = torch.stack([owed, owed - self._owed])
         acc, grad = self._comm.all_reduce_(sums, stage="probe") / self._comm.size + applied
-        found = judge(acc, grad, applied, stats.k - self._num_dense)
+        # what is applied is so much more than what was selected, and is owed
+        selected = applied / (1 + self._handle.settings.advance_at(stats.step))
+        found = judge(acc, grad, selected, stats.k - self._num_dense)
         ages = self._ages(owed, stats.step)
         seconds = time.perf_counter() - started
         return {"kind": "probe", "step": stats.step, "seconds": seconds} | found | ages

@@ -38,7 +38,7 @@ TIMES = (*PARTS, *OVERLAPPED, "whole")
 class Recorder:
     """Collects the steps between two writes. `flush` and `epoch` are collective."""
 
-    def __init__(self, run: Run, folder: Path, journal_bytes: int) -> None:
+    def __init__(self, run: Run, folder: Path, journal_bytes: int, warnings: Warnings) -> None:
         self._run = run
         self._pending: list[dict[str, Any]] = []
         self._asked_to_stop = False
@@ -48,7 +48,7 @@ class Recorder:
         self._every = 1  # steps to the next flush: known alike by all ranks
         self._memory: list[dict[str, int]] = []
         self._probes: list[dict[str, Any]] = []
-        self._warnings = Warnings()
+        self._warnings = warnings
         self._sinks: tuple[Journal, Board, Bar] | None = None
         if run.comm.rank == 0:
             done = run.progress.step
@@ -57,7 +57,6 @@ class Recorder:
                 Board(folder / "tensorboard", done),
                 Bar(run.total_steps, done, run.config.log_every),
             )
-            log.addHandler(self._warnings)
             self._sinks[0].write(opening_entry(run))
 
     def _note(self, *_: object) -> None:
@@ -180,7 +179,6 @@ class Recorder:
     ) -> None:
         """Close all; when the run failed already, a full disk is not the news."""
         self._give_signals_back()
-        log.removeHandler(self._warnings)
         with suppress(OSError) if kind else nullcontext():
             if self._sinks and kind:
                 asked = issubclass(kind, StoppedError | KeyboardInterrupt)
@@ -193,7 +191,7 @@ class Recorder:
 
 
 class Warnings(logging.Handler):
-    """Keeps what was warned of until it is written; any thread may warn."""
+    """Keeps what is warned of in its block until it is written; any thread may warn."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -201,6 +199,13 @@ class Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._texts.append(record.getMessage())
+
+    def __enter__(self) -> Warnings:
+        log.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        log.removeHandler(self)
 
     def taken(self, step: int) -> list[dict[str, Any]]:
         """What came since the last call, as objects of the journal."""

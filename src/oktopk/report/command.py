@@ -106,7 +106,9 @@ def _memory(record: Record) -> list[str]:
     if not record.of("memory"):
         return []
     ranks = record.of("memory")[-1]["ranks"]
-    names = {"rss": "resident", "rss_peak": "peak", "gpu_allocated_peak": "GPU peak"}
+    names = {"rss": "resident", "rss_peak": "peak"}
+    if any(own["gpu_allocated_peak"] for own in ranks):
+        names["gpu_allocated_peak"] = "GPU peak"
     rows = [
         [f"rank {rank}", *(size(own[name]) for name in names)] for rank, own in enumerate(ranks)
     ]

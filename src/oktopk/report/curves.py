@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from oktopk.report.page import Figure, rounded
-from oktopk.report.record import Entry, Record
-from oktopk.report.thin import Columns
+from oktopk.report.record import Record
+from oktopk.report.thin import Columns, columns
 
 
 def line(name: str, x: list[Any], y: list[float | None], **more: Any) -> dict[str, Any]:
@@ -50,10 +50,10 @@ def phase_changes(record: Record) -> list[tuple[str, int, int]]:
 
 def learning(record: Record, steps: Columns) -> list[Figure]:
     """Loss and error rates, training and validation."""
-    epochs, validated = record.epochs, record.validated
-    at = [entry["step"] for entry in epochs]
+    epochs, validated = columns(record.epochs), record.validated
+    at = epochs.steps
     traces = [line("training, each step", steps.steps, steps.mean("loss"), opacity=0.55)]
-    traces.append(line("training, each epoch", at, [e.get("train_loss") for e in epochs]))
+    traces.append(line("training, each epoch", at, epochs.mean("train_loss")))
     seen = [entry["step"] for entry in validated]
     traces.append(line("validation", seen, [entry.get("val_loss") for entry in validated]))
     loss = Figure("Loss", traces, _width(steps), _logarithmic("loss", record))
@@ -93,24 +93,25 @@ def compression(record: Record, steps: Columns) -> list[Figure]:
 
 def quality(record: Record) -> list[Figure]:
     """What the probes found, where there were any."""
-    probes = record.of("probe")
-    if not probes:
+    if not record.of("probe"):
         return []
-    at = [entry["step"] for entry in probes]
+    probes = columns(record.of("probe"))
+    at = probes.steps
     shares = {
         "recall of the true top k": "recall",
         "captured energy": "energy",
         "energy of the true top k": "best_energy",
     }
-    found = [line(name, at, _column(probes, field)) for name, field in shares.items()]
+    found = [line(name, at, probes.mean(field)) for name, field in shares.items()]
     layout = over_steps("share") | {"yaxis": {"range": [0, 1.02], "tickformat": "~%"}}
     note = (
         "Against a dense sum of what all ranks had accumulated: how many of its largest entries "
-        "were chosen, and how much of its energy (sum of squares) those chosen have."
+        "were chosen, and how much of its energy (sum of squares) those chosen have. A result of "
+        "more than k entries may have more than the true top k."
     )
-    xi = [line("xi", at, _column(probes, "xi"))]
+    xi = [line("xi", at, probes.mean("xi"))]
     ages = {"mean": "age_mean", "nine of ten are below": "age_90", "oldest": "age_most"}
-    old = [line(name, at, _column(probes, field)) for name, field in ages.items()]
+    old = [line(name, at, probes.mean(field)) for name, field in ages.items()]
     about_xi = (
         "Distance of the result from the true top k, over the norm of the gradient: what the "
         "convergence proof of Ok-Topk assumes to be bounded."
@@ -123,13 +124,9 @@ def quality(record: Record) -> list[Figure]:
     ]
 
 
-def _column(entries: list[Entry], name: str) -> list[float | None]:
-    return [entry.get(name) for entry in entries]
-
-
 def _logarithmic(title: str, record: Record, **more: Any) -> dict[str, Any]:
     layout = over_steps(title)
-    layout["yaxis"] |= {"type": "log", "exponentformat": "power", "dtick": "D2"} | more
+    layout["yaxis"] |= {"type": "log", "tickformat": "~g"} | more
     return with_phases(layout, record)
 
 

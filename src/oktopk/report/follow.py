@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import IO
 
-from oktopk.report.record import Entry
+from oktopk.report.record import Entry, parse
 
 REMEMBERED = 512
 """Bytes before the place reached. A resumed run writes anew what follows its checkpoint: that may
@@ -39,17 +38,9 @@ class Follower:
         whole = text[: text.rfind(b"\n") + 1]
         self._place += len(whole)
         self._before = (self._before + whole)[-REMEMBERED:]
-        found = [_entry(line) for line in whole.splitlines()]
+        found = [parse(line) for line in whole.splitlines()]
         return anew, [entry for entry in found if entry is not None]
 
     def _goes_on(self, file: IO[bytes]) -> bool:
         file.seek(self._place - len(self._before))
         return file.read(len(self._before)) == self._before
-
-
-def _entry(line: bytes) -> Entry | None:
-    try:
-        found = json.loads(line)
-    except ValueError:  # cut off by a kill
-        return None
-    return found if isinstance(found, dict) and "kind" in found else None

@@ -101,7 +101,7 @@ def _cell(value: Any) -> str:
 
 
 def _looks_numeric(text: str) -> bool:
-    return text[:1].isdigit() or text in ("-", "")
+    return text.lstrip("+-")[:1].isdigit() or text in ("-", "")
 
 
 def paragraph(text: str, kind: str = "") -> str:

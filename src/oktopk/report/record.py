@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,29 +63,64 @@ def read(folder: Path) -> Record:
     settings, journal = folder / SETTINGS, folder / JOURNAL
     try:
         record.config = tomllib.loads(settings.read_text())
+    except FileNotFoundError:  # a journal of another program has none
+        pass
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         record.problems.append(f"{SETTINGS} could not be read: {error}")
     try:
         with journal.open("rb") as lines:
             _read_lines(record, lines)
+    except FileNotFoundError:
+        record.problems.append(f"There is no {JOURNAL} in {folder}.")
     except OSError as error:
         record.problems.append(f"{JOURNAL} could not be read: {error}")
     return record
 
 
-def _read_lines(record: Record, lines: Any) -> None:
+def _read_lines(record: Record, lines: Iterable[bytes]) -> None:
     damaged = []
     for number, line in enumerate(lines, 1):
-        try:
-            entry = json.loads(line)
-            kind = entry["kind"]
-        except (ValueError, KeyError, TypeError):  # cut off by a kill, or edited by hand
+        entry = parse(line)
+        if entry is None:
             damaged.append(number)
-            continue
-        record.entries.setdefault(kind, []).append(entry)
+        else:
+            record.entries.setdefault(entry["kind"], []).append(entry)
     if damaged:
         shown = ", ".join(map(str, damaged[:MOST_PROBLEMS]))
         more = len(damaged) - MOST_PROBLEMS
-        text = f"lines {shown}" if len(damaged) > 1 else f"line {shown}"
+        one = len(damaged) == 1
+        text = f"line {shown}" if one else f"lines {shown}"
         text += f" and {more} more" if more > 0 else ""
-        record.problems.append(f"{JOURNAL}: {text} could not be read and were passed over")
+        were = "was" if one else "were"
+        record.problems.append(f"{JOURNAL}: {text} could not be read and {were} passed over")
+
+
+# what every reader counts on, by kind; other fields may be missing
+NEEDED: dict[str, dict[str, type]] = {
+    "step": {"step": int, "phase": str, "bytes_sent": int, "bytes_dense": int},
+    "epoch": {"step": int, "epoch": int},
+    "run": {"step": int},
+    "end": {"how": str},
+    "warning": {"text": str},
+    "probe": {"step": int},
+    "tensors": {"step": int, "kept": dict, "of": dict},
+    "messages": {"step": int, "sent": dict},
+    "ranks": {"step": int, "steps": int, "seconds": list},
+    "memory": {"ranks": list},
+}
+
+
+def parse(line: bytes) -> Entry | None:
+    """One line of a journal; None when it was cut off by a kill, or is of another kind of file.
+
+    NaN and Infinity, which other writers of JSON know, are read as null.
+    """
+    try:
+        entry = json.loads(line, parse_constant=lambda _: None)
+    except ValueError:
+        return None
+    if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
+        return None
+    needed = NEEDED.get(entry["kind"], {})
+    fits = all(isinstance(entry.get(name), kind) for name, kind in needed.items())
+    return entry if fits else None

@@ -11,7 +11,7 @@ from oktopk.report.spread import edges
 
 MOST = 60  # tensors with a bar of their own
 BY_SIZE = {
-    "xaxis": {"type": "log", "title": {"text": "magnitude"}, "exponentformat": "power"},
+    "xaxis": {"type": "log", "title": {"text": "magnitude"}, "tickformat": "~g"},
     "yaxis": {"title": {"text": "share of the nonzero entries"}, "tickformat": "~%"},
 }
 
@@ -25,7 +25,7 @@ def tensors(record: Record) -> list[Block]:
     last = sparse[-1]
     note = f"At step {last['step']}: nonzero entries of the result. Those at 100 % travel dense."
     blocks: list[Block] = [
-        _bars("Kept fraction by kind of layer", _by_kind(record, sparse), note, percent=True),
+        _bars("Kept fraction by kind of layer", _by_kind(record, last), note, percent=True),
         _bars("Kept fraction by tensor", _fractions(last), "", percent=True),
     ]
     owed = last.get("residual_norm") or {}
@@ -89,14 +89,14 @@ def _fractions(entry: Entry) -> dict[str, float]:
     return {name: kept / (entry["of"][name] or 1) for name, kept in entry["kept"].items()}
 
 
-def _by_kind(record: Record, entries: list[Entry]) -> dict[str, float]:
+def _by_kind(record: Record, last: Entry) -> dict[str, float]:
     kinds = {name: facts["kind"] for name, facts in record.opening.get("tensors", {}).items()}
     kept: dict[str, int] = {}
     whole: dict[str, int] = {}
-    for name, num in entries[-1]["kept"].items():
+    for name, num in last["kept"].items():
         kind = kinds.get(name, "unknown")
         kept[kind] = kept.get(kind, 0) + num
-        whole[kind] = whole.get(kind, 0) + entries[-1]["of"][name]
+        whole[kind] = whole.get(kind, 0) + last["of"][name]
     return {kind: kept[kind] / (whole[kind] or 1) for kind in kept}
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from oktopk.report.curves import line, over_steps, with_phases
 from oktopk.report.page import Block, Figure, rounded, table
-from oktopk.report.record import Record
+from oktopk.report.record import Entry, Record
 from oktopk.report.thin import Columns, number
 
 PARTS = ("data", "forward", "backward", "exposed", "optimizer")
@@ -35,6 +35,9 @@ def times(record: Record, steps: Columns) -> list[Block]:
         "exchange and scatter go on during backward; click their names to see them."
     )
     layout = with_phases(over_steps("ms"), record)
+    whole = [number(entry, "whole") * 1e3 for entry in settled(record)]
+    if whole and not np.isnan(whole).any():  # a step that compiles must not flatten the others
+        layout["yaxis"]["range"] = [0, 1.15 * float(np.percentile(whole, 99))]
     figure = Figure("Where the time of a step goes", [*stacked, *beside], note, layout)
     return [figure, _percentiles(record), *_ranks(record)]
 
@@ -43,11 +46,18 @@ def _milliseconds(steps: Columns, part: str) -> list[float | None]:
     return [None if value is None else value * 1e3 for value in steps.mean(part)]
 
 
+def settled(record: Record) -> list[Entry]:
+    """Steps without those that compile and connect: the first of each phase and each part."""
+    begun = {entry["step"] for entry in record.of("run")}
+    pairs = zip(record.steps, [{}, *record.steps], strict=False)
+    first = begun | {e["step"] for e, last in pairs if e["phase"] != last.get("phase")}
+    return [entry for entry in record.steps if entry["step"] not in first]
+
+
 def _percentiles(record: Record) -> str:
-    """The first step of a run compiles and connects: it is left out."""
     rows = []
     for phase in ("dense", "sparse"):
-        entries = [e for e in record.steps if e.get("phase") == phase and e.get("step")]
+        entries = [entry for entry in settled(record) if entry["phase"] == phase]
         for part in (*PARTS, "whole", *MEANWHILE):
             values = np.array([number(entry, part) for entry in entries]) * 1e3
             values = values[~np.isnan(values)]
@@ -55,7 +65,7 @@ def _percentiles(record: Record) -> str:
                 found = [values.mean(), *np.percentile(values, (50, 90, 99)), values.max()]
                 name = f"{part} (meanwhile)" if part in MEANWHILE else part
                 rows.append([f"{phase}: {name}", *(f"{value:.1f}" for value in found)])
-    note = "Milliseconds of rank 0's steps, by phase, without the very first step."
+    note = "Milliseconds of rank 0's steps, by phase, without the first of each, which compiles."
     return table(["part", "mean", "median", "90 %", "99 %", "most"], rows, note)
 
 

@@ -10,7 +10,6 @@ from oktopk.report.curves import line, over_steps, with_phases
 from oktopk.report.page import Figure, rounded
 from oktopk.report.record import Entry, Record
 from oktopk.report.thin import Columns, number
-from oktopk.report.units import size
 
 
 def traffic(record: Record, steps: Columns) -> list[Figure]:
@@ -21,7 +20,7 @@ def traffic(record: Record, steps: Columns) -> list[Figure]:
 def _by_stage(record: Record, steps: Columns) -> Figure:
     stages = sorted({stage for entry in record.steps for stage in entry.get("stages") or {}})
     traces = [
-        {"type": "bar", "name": stage, "x": steps.steps}
+        {"type": "bar", "name": stage, "x": steps.steps, "marker": _colour(stage)}
         | {"y": rounded(steps.means(_sent(entry, stage) for entry in record.steps))}
         for stage in stages
     ]
@@ -31,6 +30,24 @@ def _by_stage(record: Record, steps: Columns) -> Figure:
     note = "Sent by rank 0, headers included. Double-click a name to see one stage alone."
     title = "Bytes of each step, by stage of the exchange"
     return Figure(title, [*traces, dense], note, with_phases(layout, record))
+
+
+# a stage has the same colour in every figure; the last is for those that are not here
+COLOURS = {
+    "dense": "#2a9d6f",
+    "split": "#3b82d6",
+    "gather": "#e08214",
+    "threshold": "#8c6bd1",
+    "counts": "#b0892b",
+    "bounds": "#4db6c9",
+    "reduce": "#c2439a",
+    "broadcast": "#6f8f3f",
+    "": "#9aa4b0",
+}
+
+
+def _colour(stage: str) -> dict[str, str]:
+    return {"color": COLOURS.get(stage, COLOURS[""])}
 
 
 def _sent(entry: Entry, stage: str) -> float:
@@ -54,15 +71,23 @@ def _messages(record: Record) -> list[Figure]:
     if not counts:  # alone, a rank sends none
         return []
     bits = sorted({length for sizes in counts.values() for length in sizes})
-    names = [f"up to {size(2**length)}" for length in range(bits[0], bits[-1] + 1)]
+    names = [f"up to {_binary(2**length)}" for length in range(bits[0], bits[-1] + 1)]
     traces = [
-        {"type": "bar", "name": stage, "x": names}
+        {"type": "bar", "name": stage, "x": names, "marker": _colour(stage)}
         | {"y": [sizes.get(length, 0) for length in range(bits[0], bits[-1] + 1)]}
         for stage, sizes in sorted(counts.items())
     ]
     layout: dict[str, Any] = {"barmode": "stack", "yaxis": {"title": {"text": "messages"}}}
-    note = "All messages rank 0 sent, by size and stage."
+    note = "Messages of rank 0 by size and stage, up to the last epoch that ended."
     return [Figure("Message sizes", traces, note, layout)]
+
+
+def _binary(num_bytes: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes} {unit}"
+        num_bytes //= 1024
+    return f"{num_bytes} GiB"
 
 
 def message_counts(record: Record) -> dict[str, Counter[int]]:

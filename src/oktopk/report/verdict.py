@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
 from oktopk.report.curves import phase_changes
 from oktopk.report.page import paragraph, tiles
 from oktopk.report.record import Record
-from oktopk.report.times import PARTS
+from oktopk.report.times import PARTS, settled
 from oktopk.report.units import clock, size
 
 MOST_SHOWN = 8  # step numbers, warnings
@@ -22,7 +23,9 @@ class Bytes:
     dense: float
 
     def __str__(self) -> str:
-        return f"{self.dense / self.sent:.1f}x fewer" if self.sent else "nothing sent"
+        if not self.sent:
+            return "nothing sent"
+        return f"{self.dense / self.sent:.1f}x fewer" if self.sent < self.dense else "as many"
 
 
 def verdict(record: Record) -> str:
@@ -51,12 +54,16 @@ def troubles(record: Record) -> list[str]:
             f"{len(skipped)} {what} skipped by all ranks because a gradient was not finite: "
             f"{shown}{more}."
         )
-    warned = [entry["text"] for entry in record.of("warning")]
-    warned = [text for text in warned if not ("NaN or Inf" in text and skipped)]
+    warned = _warned(record)
     found += [f"Warning: {text}" for text in warned[:MOST_SHOWN]]
     if len(warned) > MOST_SHOWN:
         found.append(f"{len(warned) - MOST_SHOWN} more warnings are in metrics.jsonl.")
     return found
+
+
+def _warned(record: Record) -> list[str]:
+    """Warnings, without those of steps that were skipped: these are counted by themselves."""
+    return [entry["text"] for entry in record.of("warning") if "NaN or Inf" not in entry["text"]]
 
 
 def _ending(record: Record) -> str:
@@ -78,21 +85,21 @@ def _ending(record: Record) -> str:
 
 def _learned(record: Record) -> str:
     rates = [(entry["epoch"], entry["wer"]) for entry in record.validated]
-    if len(rates) > 1:
+    if len(rates) > 1 and rates[-1][1] < rates[0][1]:
         (first, before), (last, after) = rates[0], rates[-1]
         best, lowest = min(rates, key=lambda pair: pair[1])
-        how = "It learned" if after < before else "It did not learn"
-        text = f"{how}: WER went from {before:.3f} after epoch {first} to {after:.3f}"
-        text += f" after epoch {last}"
-        return text + (
-            "." if lowest >= after else f"; it was lowest after epoch {best}: {lowest:.3f}."
+        better = f"; it was lowest after epoch {best}: {lowest:.3f}" if lowest < after else ""
+        return (
+            f"It learned: WER went from {before:.3f} after epoch {first} to {after:.3f} after "
+            f"epoch {last}{better}."
         )
     losses = [entry["loss"] for entry in record.steps if entry.get("loss") is not None]
     if len(losses) < 2:
         return ""
     some = max(1, len(losses) // 10)
     before, after = sum(losses[:some]) / some, sum(losses[-some:]) / some
-    known = f" WER {rates[0][1]:.3f}." if rates else " It was not validated."
+    # a recogniser says nothing at first, while its loss falls already
+    known = f" WER has not fallen: {rates[-1][1]:.3f}." if rates else " It was not validated."
     return f"Training loss went from {before:.3g} to {after:.3g}.{known}"
 
 
@@ -145,13 +152,13 @@ def _tiles(record: Record) -> list[tuple[str, str, str]]:
     shown.append(_time(record))
     skipped = sum(bool(entry.get("skipped")) for entry in record.steps)
     shown.append(("steps skipped", str(skipped), "for a NaN or Inf"))
-    shown.append(("warnings", str(len(record.of("warning"))), f"{len(record.steps)} steps"))
+    shown.append(("warnings", str(len(_warned(record))), "beside skipped steps"))
     return shown
 
 
 def _time(record: Record) -> tuple[str, str, str]:
-    """A step's mean time, and the part that took most of it."""
-    entries = [entry for entry in record.steps[1:] if entry.get("whole") is not None]
+    """A step's median time, and the parts that took most of it."""
+    entries = [entry for entry in settled(record) if entry.get("whole") is not None]
     if not entries:
         return ("a step", "-", "no times were recorded")
     whole = sum(entry["whole"] for entry in entries)
@@ -161,4 +168,5 @@ def _time(record: Record) -> tuple[str, str, str]:
     text = ", ".join(f"{part} {shares[part]:.0%}" for part in top)
     if "exposed" not in top:
         text += f", waiting for the exchange {waits:.0%}"
-    return ("a step, rank 0", f"{whole / len(entries) * 1e3:.0f} ms", text)
+    median = statistics.median(entry["whole"] for entry in entries)
+    return ("a step of rank 0, median", f"{median * 1e3:.0f} ms", text)

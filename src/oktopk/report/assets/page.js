@@ -14,9 +14,9 @@ function layout(asked) {
   const made = {
     colorway: palette, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: color("--ink"), size: narrow ? 11 : 12 },
-    margin: { l: 50, r: 16, t: 28, b: 40 }, hovermode: "x unified", height: narrow ? 300 : 360,
+    margin: { l: 50, r: 16, t: 28, b: narrow ? 96 : 78 }, hovermode: "x unified", height: narrow ? 300 : 360,
     modebar: { bgcolor: "rgba(0,0,0,0)", color: color("--line"), activecolor: color("--soft") },
-    legend: { orientation: "h", y: -0.2, x: 0, traceorder: "normal" },
+    legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, traceorder: "normal" },
     hoverlabel: { bgcolor: color("--card"), bordercolor: color("--line"), font: { color: color("--ink") } },
     ...asked,
   };
@@ -33,6 +33,7 @@ const config = { responsive: true, displaylogo: false, modeBarButtons: buttons }
 
 function draw(number) {
   const figure = figures[number];
+  if (figure.layout.height) document.getElementById(`f${number}`).style.minHeight = 0;
   return Plotly.react(`f${number}`, figure.data, layout(figure.layout), config);
 }
 

@@ -139,6 +139,25 @@ def test_another_training_in_the_same_folder_is_refused_by_name(trainer, call, c
     assert trainer.names == ["dense", "dense"]
 
 
+def test_folders_of_others_are_left_as_they_are(trainer, call, capsys):
+    """A training run's own, a sweep's, and a file where a run's folder would be."""
+    journals.write(Path("runs/a"), journals.whole_run(), Config())
+    Path("runs/night").mkdir()
+    Path("runs/night/sweep.json").write_text("{}")
+    Path("runs/compare").mkdir()
+    Path("runs/compare/oktopk-0.02").write_text("notes")
+    before = sorted(Path("runs").rglob("*"))
+    assert call("--name", "a") == 1
+    assert "runs/a is the folder of a training run" in capsys.readouterr().err
+    assert call("--name", "night") == 1
+    assert "runs/night is the folder of a sweep (sweep.json)" in capsys.readouterr().err
+    assert sorted(Path("runs").rglob("*")) == before
+    assert call() == 1
+    said = capsys.readouterr().err
+    assert "runs/compare/oktopk-0.02 is a file, where the folder of that run would be" in said
+    assert trainer.names == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

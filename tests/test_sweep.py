@@ -97,6 +97,24 @@ def test_ranges_and_fixed_values():
 def test_what_is_wrong_is_said_before_anything_runs(trainer, call, capsys, arguments, message):
     assert call(*arguments) == 2
     assert message in capsys.readouterr().err and trainer.configs == []
+    assert not Path("runs").exists()  # no plan that a better command would have to fit
+
+
+def test_folders_of_others_are_left_as_they_are(trainer, call, capsys):
+    """A training run's own, a comparison's, and one of runs that belong to neither."""
+    for place in ("a", "both/dense", "some/first"):
+        journals.write(Path("runs") / place, journals.whole_run(), Config())
+    Path("runs/both/compare.html").write_text("")
+    before = sorted(Path("runs").rglob("*"))
+    for name, message in {
+        "a": "runs/a is the folder of a training run",
+        "both": "runs/both is the folder of a comparison (compare.html)",
+        "some": "runs/some has runs that are no trials of a sweep (first)",
+    }.items():
+        assert call(*LR, "--name", name) == 1
+        said = capsys.readouterr().err
+        assert message in said and "give another --name" in said
+    assert sorted(Path("runs").rglob("*")) == before and trainer.configs == []
 
 
 def test_the_missing_library_is_named(trainer, call, capsys, monkeypatch):

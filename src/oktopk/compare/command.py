@@ -9,7 +9,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from oktopk.compare.page import write_report
-from oktopk.compare.plan import plan, refuse_others
+from oktopk.compare.plan import (
+    REPORT,
+    plan,
+    refuse_files,
+    refuse_others,
+    refuse_run,
+    refuse_sweep,
+)
 from oktopk.compare.results import METRICS, SHOWN, as_table, row
 from oktopk.report.record import Record, read
 from oktopk.report.texttable import markdown
@@ -42,6 +49,8 @@ def command(args: argparse.Namespace) -> int:
     try:
         base, wanted = resolve(args)
         folder = Path(base.runs)
+        refuse_run(folder)
+        refuse_sweep(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with lock(folder), leaving_on_sigterm():
             return compare(args.config or DEFAULT, base, wanted, args.metric)
@@ -79,6 +88,7 @@ def compare(config: str, base: Config, wanted: list[Config], metric: str) -> int
     """Run what is missing and write the tables; 1 when a run failed."""
     folder = Path(base.runs)
     refuse_others(folder, base)
+    refuse_files(wanted)
     failed = []
     for number, run in enumerate(wanted, 1):
         place = f"{number}/{len(wanted)} {run.name}"
@@ -130,8 +140,8 @@ def sum_up(folder: Path, metric: str) -> str:
     text = markdown(as_table(rows))
     (folder / "table.md").write_text(text)
     (folder / "table.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    write_report(folder / "compare.html", records, rows, metric)
-    return f"{text}\n{folder}: table.md, table.json, compare.html"
+    write_report(folder / REPORT, records, rows, metric)
+    return f"{text}\n{folder}: table.md, table.json, {REPORT}"
 
 
 def _order(record: Record) -> tuple[int, str, float, int]:

@@ -23,6 +23,7 @@ from oktopk.report.texttable import markdown
 from oktopk.train.child import leaving_on_sigterm, refuse_launchers, started, tail
 from oktopk.train.config import DEFAULT, FIELDS, Config, load, with_flags
 from oktopk.train.config import add_flags as add_train_flags
+from oktopk.train.console import say
 from oktopk.train.errors import RunError
 from oktopk.train.folder import lock
 
@@ -97,7 +98,7 @@ def compare(config: str, base: Config, wanted: list[Config], metric: str) -> int
                 failed.append(run.name)
         finally:  # also when it is interrupted: what is there can be looked at
             sum_up(folder, metric)
-    _say(f"\n{sum_up(folder, metric)}")
+    say(f"\n{sum_up(folder, metric)}")
     for name in failed:
         sys.stderr.write(f"oktopk compare: {name} failed, see {folder / name}.log\n")
     if failed:
@@ -109,17 +110,17 @@ def train(config: str, run: Config, place: str) -> bool:
     """Train one setting, unless it is trained; whether it finished."""
     folder = Path(run.runs) / run.name
     if read(folder).finished:
-        _say(f"{place}: {result(read(folder))} (trained before)")
+        say(f"{place}: {result(read(folder))} (trained before)")
         return True
-    _say(f"{place}: training; to look: oktopk watch {folder}")
+    say(f"{place}: training; to look: oktopk watch {folder}")
     log = folder.with_name(f"{run.name}.log")
     with started(run, config, log) as process:
         code = process.wait()
     record = read(folder)
     if code == 0 and record.finished:
-        _say(f"{place}: {result(record)}")
+        say(f"{place}: {result(record)}")
         return True
-    _say(f"{place}: failed with exit code {code}, in {log}:\n{tail(log)}")
+    say(f"{place}: failed with exit code {code}, in {log}:\n{tail(log)}")
     return False
 
 
@@ -149,8 +150,3 @@ def _order(record: Record) -> tuple[int, str, float, int]:
     method = record.config.get("method", "")
     rest = (record.config.get("density", 0.0), record.config.get("seed", 0))
     return (0 if method == "dense" else 1, method, *rest)
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()

@@ -128,12 +128,13 @@ def _figure(
     values = [result.metric for result in found if result.metric is not None]
     low, high = min(values), _top(found)
     layout: dict[str, Any] = {"hovermode": "closest", "xaxis": {"title": {"text": x}} | axis}
-    layout["yaxis"] = {"title": {"text": METRICS[metric]}}
+    y: dict[str, Any] = {"title": {"text": METRICS[metric]}}
+    layout["yaxis"] = y
     above = sum(value > high for value in values)
     if not above:
         return [Figure(title, traces, "", layout)]
     room = 0.05 * (high - low)
-    layout["yaxis"]["range"] = rounded([low - room, high + room])
+    y["range"] = rounded([low - room, high + room])
     note = f"{above} of {len(values)} trials came above {high:.3g} and out of sight."
     return [Figure(title, traces, note, layout)]
 

@@ -42,6 +42,16 @@ class Seen:
         assert found, f"the page never said {name}; console: {self.console}"
         return int(found[1])
 
+    @property
+    def drawn(self) -> int:
+        """Figures that have axes with something on them."""
+        return len(re.findall(r'<g class="cartesianlayer">\s*<g class="subplot xy">', self.dom))
+
+
+def figures(path: Path) -> int:
+    """How many a page has to draw."""
+    return len(re.findall("<div class=plot ", path.read_text()))
+
 
 def look(path: Path, scratch: Path) -> Seen:
     """Open a page from disk."""

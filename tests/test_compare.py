@@ -12,12 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
+import browser
 import journals
 from oktopk import cli
 from oktopk.compare import command as comparing
 from oktopk.compare.page import curves, losses
 from oktopk.compare.plan import plan
-from oktopk.compare.results import as_table, bytes_so_far, row
+from oktopk.compare.results import as_table, bytes_so_far, row, steady
 from oktopk.report.record import read
 from oktopk.report.texttable import markdown
 from oktopk.train import child
@@ -94,7 +95,9 @@ def test_all_are_trained_and_put_into_one_table(trainer, call, capsys):
     out = capsys.readouterr().out
     assert trainer.names == ["dense", "oktopk-0.01", "oktopk-0.05"]
     assert "2/3 oktopk-0.01: training; to look: oktopk watch runs/compare/oktopk-0.01" in out
-    assert "2/3 oktopk-0.01: WER 0.210, CER 0.105, sent 520 B, ratio 3.1, ms/step 100" in out
+    assert (
+        "2/3 oktopk-0.01: WER 0.210, CER 0.105, sent 520 B, ratio 3.1, ms/step, median 100" in out
+    )
     table = Path("runs/compare/table.md").read_text()
     assert table in out and "state" not in table
     found = {one["setting"]: one for one in json.loads(Path("runs/compare/table.json").read_text())}
@@ -139,6 +142,25 @@ def test_another_training_in_the_same_folder_is_refused_by_name(trainer, call, c
     assert trainer.names == ["dense", "dense"]
 
 
+def test_folders_of_others_are_left_as_they_are(trainer, call, capsys):
+    """A training run's own, a sweep's, and a file where a run's folder would be."""
+    journals.write(Path("runs/a"), journals.whole_run(), Config())
+    Path("runs/night").mkdir()
+    Path("runs/night/sweep.json").write_text("{}")
+    Path("runs/compare").mkdir()
+    Path("runs/compare/oktopk-0.02").write_text("notes")
+    before = sorted(Path("runs").rglob("*"))
+    assert call("--name", "a") == 1
+    assert "runs/a is the folder of a training run" in capsys.readouterr().err
+    assert call("--name", "night") == 1
+    assert "runs/night is the folder of a sweep (sweep.json)" in capsys.readouterr().err
+    assert sorted(Path("runs").rglob("*")) == before
+    assert call() == 1
+    said = capsys.readouterr().err
+    assert "runs/compare/oktopk-0.02 is a file, where the folder of that run would be" in said
+    assert trainer.names == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -171,6 +193,34 @@ def test_bytes_of_all_ranks_are_spread_over_the_steps(tmp_path):
     killed = read(journals.write(tmp_path / "b", entries[:4]))
     assert bytes_so_far(killed) == [300, 600, 630]  # no end: rank 0's times the ranks
     assert row(killed, "wer", None).state == "unfinished"
+
+
+def test_a_step_takes_what_most_take(tmp_path):
+    """The first step of a phase compiles kernels, and so does the first after a resume."""
+    run = journals.whole_run()
+    slow = {0: 5.0, 2: 3.0, 6: 4.0, 7: 0.2}
+    steps = [
+        journals.step(i) | ({"whole": slow[i]} if i in slow else {"whole": 0.1}) for i in range(8)
+    ]
+    resumed = journals.opening() | {"step": 6}
+    entries = [run[0], *steps[:6], resumed, *steps[6:], run[-1]]
+    found = row(read(journals.write(tmp_path / "a", entries)), "wer", None)
+    assert steady(read(tmp_path / "a")) == [0.1, 0.1, 0.1, 0.1, 0.2]
+    assert found.ms_per_step == pytest.approx(100)
+    assert found.minutes == pytest.approx(0.8 / 60)  # of the journal's end: all steps
+    short = row(read(journals.write(tmp_path / "b", entries[:2])), "wer", None)
+    assert short.ms_per_step is None and "-" in as_table([short])[1]
+
+
+@pytest.mark.skipif(browser.BROWSER is None, reason="needs chromium: apt-get install chromium")
+def test_a_browser_draws_the_comparison_and_asks_nobody(trainer, call, tmp_path):
+    trainer.fails = {"topka-0.01"}
+    call("--methods", "dense,topka,oktopk", "--densities", "0.01,0.05")
+    path = Path("runs/compare/compare.html")
+    seen = browser.look(path, tmp_path)
+    assert seen.console == []
+    assert seen.number("drawn") == browser.figures(path) == 6
+    assert seen.drawn == 6 and seen.number("requests") == 0
 
 
 def test_curves_have_a_point_for_every_validation(tmp_path):

@@ -12,10 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
+import browser
 import journals
 from oktopk import cli
 from oktopk.sweep import trial as trials
-from oktopk.sweep.page import cost, history, importance, parallel, slices
+from oktopk.sweep.page import cost, history, importance, parallel, slices, write_report
 from oktopk.sweep.results import Result, as_table, best, ranked
 from oktopk.sweep.space import Range, parse
 from oktopk.train.config import Config
@@ -97,6 +98,24 @@ def test_ranges_and_fixed_values():
 def test_what_is_wrong_is_said_before_anything_runs(trainer, call, capsys, arguments, message):
     assert call(*arguments) == 2
     assert message in capsys.readouterr().err and trainer.configs == []
+    assert not Path("runs").exists()  # no plan that a better command would have to fit
+
+
+def test_folders_of_others_are_left_as_they_are(trainer, call, capsys):
+    """A training run's own, a comparison's, and one of runs that belong to neither."""
+    for place in ("a", "both/dense", "some/first"):
+        journals.write(Path("runs") / place, journals.whole_run(), Config())
+    Path("runs/both/compare.html").write_text("")
+    before = sorted(Path("runs").rglob("*"))
+    for name, message in {
+        "a": "runs/a is the folder of a training run",
+        "both": "runs/both is the folder of a comparison (compare.html)",
+        "some": "runs/some has runs that are no trials of a sweep (first)",
+    }.items():
+        assert call(*LR, "--name", name) == 1
+        said = capsys.readouterr().err
+        assert message in said and "give another --name" in said
+    assert sorted(Path("runs").rglob("*")) == before and trainer.configs == []
 
 
 def test_the_missing_library_is_named(trainer, call, capsys, monkeypatch):
@@ -205,17 +224,51 @@ def test_figures_have_a_point_for_every_trial_that_has_a_metric():
     found = [result(1, "finished", 0.5), result(2, "failed", None), result(3, "finished", 0.7)]
     found.append(result(4, "pruned", 0.9))
     space = {"lr": Range(1e-4, 1, True, False), "warmup_steps": Range(0, 9, False, True)}
-    traces = {trace["name"]: trace for trace in history(found, "wer").traces}
+    (in_order,) = history(found, "wer")
+    traces = {trace["name"]: trace for trace in in_order.traces}
+    assert list(traces) == ["finished", "pruned", "best so far"]  # none that is empty
     assert traces["finished"]["x"] == [0, 2] and traces["pruned"]["y"] == [0.9]
     assert traces["best so far"]["y"] == [0.5, 0.5]
     by_lr, by_warmup = slices(found, space, "wer")
-    assert by_lr.layout["xaxis"]["type"] == "log" and by_warmup.traces[1]["x"] == [1, 3]
+    assert by_lr.layout["xaxis"]["type"] == "log" and by_warmup.traces[0]["x"] == [1, 3]
     (lines,) = parallel(found, space, "wer")
-    assert lines.traces[0]["dimensions"][0]["values"] == [-1, -3, -4]
+    assert [trace["name"][-1] for trace in lines.traces] == ["4", "3", "1"]  # the best on top
+    assert lines.traces[-1]["y"] == pytest.approx([0.75, 1 / 9, 0], abs=1e-4)
+    assert "<br>lr 0.1<br>warmup_steps 1<br>WER 0.500" in lines.traces[-1]["text"]
     assert parallel(found[:2], space, "wer") == []
-    assert cost(found, "wer").traces[0]["x"] == [100, 300]
+    assert cost(found, "wer")[0].traces[0]["x"] == [100, 300]
+    unknown = [result(2, "failed", None)]
+    assert [*history(unknown, "wer"), *slices(unknown, space, "wer"), *cost(unknown, "wer")] == []
     assert importance({}) == []
     assert importance({"lr": 0.9, "density": 0.1})[0].traces[0]["y"] == ["density", "lr"]
+
+
+def test_a_trial_that_diverged_does_not_squash_the_others():
+    space = {"lr": Range(1e-4, 1, True, False)}
+    found = [result(i, "finished", 0.3 + i / 10) for i in range(4)]
+    assert "range" not in history(found, "wer")[0].layout["yaxis"]
+    found.append(result(4, "pruned", 9.0))
+    for figure in (*history(found, "wer"), *slices(found, space, "wer")):
+        assert figure.layout["yaxis"]["range"] == pytest.approx([0.255, 1.245])
+        assert figure.note == "1 of 5 trials came above 1.2 and out of sight."
+    (lines,) = parallel(found, space, "wer")
+    assert lines.traces[-1]["y"][-1] == 0 and max(trace["y"][-1] for trace in lines.traces) == 1
+    (alone,) = history(found[4:], "wer")  # its colour is that of its state, whoever is there
+    assert alone.traces[0]["marker"] == history(found, "wer")[0].traces[1]["marker"]
+
+
+@pytest.mark.skipif(browser.BROWSER is None, reason="needs chromium: apt-get install chromium")
+def test_a_browser_draws_the_sweep_and_asks_nobody(tmp_path):
+    """Without WebGL too, which a browser without a screen does not have."""
+    space = {"lr": Range(1e-5, 1, True, False), "warmup_steps": Range(0, 9, False, True)}
+    found = [result(i, "finished", 0.3 + i / 10) for i in range(4)]
+    found += [result(4, "pruned", 9.0), result(5, "failed", None)]
+    path = tmp_path / "sweep.html"
+    write_report(path, found, space, "wer", {"lr": 0.9, "warmup_steps": 0.1}, "oktopk train")
+    seen = browser.look(path, tmp_path)
+    assert seen.console == []
+    assert seen.number("drawn") == browser.figures(path) == 6
+    assert seen.drawn == 6 and seen.number("requests") == 0
 
 
 def test_the_best_is_one_that_finished():

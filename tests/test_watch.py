@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import journals
 from oktopk.report.follow import Follower
 from oktopk.train.board import Board
-from oktopk.watch.command import command, find
+from oktopk.watch import command as watching
+from oktopk.watch.command import command, find, others
 from oktopk.watch.screen import SILENT, rows, screen, sparkline, status
 from oktopk.watch.seen import Seen, Watched
 
@@ -133,14 +137,66 @@ def test_sparklines_show_ups_and_downs_in_their_width():
 
 def test_once_prints_and_leaves(tmp_path, capsys):
     journals.write(tmp_path / "run", journals.whole_run()[:6])
-    assert command(args(tmp_path / "run", once=True)) == 0
+    assert command(args(tmp_path / "run", once=True)) == 1  # as without: 0 when it finished
     assert "step 4 of 8" in capsys.readouterr().out
-    assert command(args(tmp_path / "later", once=True)) == 0
+    assert command(args(tmp_path / "later", once=True)) == 1
     assert "waiting for the run to begin" in capsys.readouterr().out
+    journals.write(tmp_path / "run", journals.whole_run())
+    assert command(args(tmp_path / "run", once=True)) == 0
 
 
+def test_a_mistyped_name_waits_and_names_the_runs_there_are(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("quickstart", "compare/dense", "compare/oktopk-0.02"):
+        journals.write(tmp_path / "runs" / name, journals.whole_run())
+    assert command(args("quikstart", once=True)) == 1
+    said = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "waiting for the run to begin" in said
+    assert "there is no runs/quikstart yet; there is runs/compare, runs/quickstart" in said
+    assert others(Path("runs/compare/dens")).endswith(
+        "runs/compare/dense, runs/compare/oktopk-0.02"
+    )
+    assert others(Path("elsewhere/dens")).endswith("there is runs/compare, runs/quickstart")
+    (tmp_path / "runs" / "begun").mkdir()
+    assert others(Path("runs/begun")) == ""
+
+
+def test_what_is_no_run_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("compare/dense", "compare/oktopk-0.02"):
+        journals.write(tmp_path / "runs" / name, journals.whole_run())
+    assert command(args("runs/compare/dense/metrics.jsonl")) == 2
+    assert "metrics.jsonl is a file: give the folder of a run" in capsys.readouterr().err
+    assert command(args("compare")) == 2
+    said = capsys.readouterr().err
+    assert "runs/compare is no run but has runs in it: watch one of runs/compare/dense, " in said
+    assert command(args("runs")) == 2
+    assert "watch one of runs/compare\n" in capsys.readouterr().err
+
+
+def test_in_a_pipe_there_is_a_line_when_something_is_new(tmp_path, capsys, monkeypatch):
+    run, growing = journals.whole_run(), []
+
+    def pause(_: float) -> None:
+        growing.append(capsys.readouterr().out)
+        journals.write(tmp_path / "run", [run[:4], run[:4], run[:6], run][len(growing) - 1])
+
+    monkeypatch.setattr(watching, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(watching, "time", SimpleNamespace(**vars(time) | {"sleep": pause}))
+    assert command(args(tmp_path / "run")) == 0
+    assert growing == [
+        "waiting for the run to begin\n",
+        "running, step 3 of 8, sparse phase, loss 3.500, about 0:01 left\n",
+        "",  # nothing was new
+        "running, step 4 of 8, sparse phase, loss 3.250, WER 1.000, about 0:00 left\n",
+    ]
+    assert "finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize(("how", "code"), [("finished", 0), ("stopped", 1), ("failed", 1)])
-def test_it_waits_for_the_run_and_ends_with_it(tmp_path, capsys, how, code):
+def test_it_waits_for_the_run_and_ends_with_it(tmp_path, capsys, monkeypatch, how, code, terminal):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     folder = tmp_path / "run"
 
     def run() -> None:

@@ -9,13 +9,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from oktopk.compare.page import write_report
-from oktopk.compare.plan import plan, refuse_others
+from oktopk.compare.plan import (
+    REPORT,
+    plan,
+    refuse_files,
+    refuse_others,
+    refuse_run,
+    refuse_sweep,
+)
 from oktopk.compare.results import METRICS, SHOWN, as_table, row
 from oktopk.report.record import Record, read
 from oktopk.report.texttable import markdown
 from oktopk.train.child import leaving_on_sigterm, refuse_launchers, started, tail
 from oktopk.train.config import DEFAULT, FIELDS, Config, load, with_flags
 from oktopk.train.config import add_flags as add_train_flags
+from oktopk.train.console import say
 from oktopk.train.errors import RunError
 from oktopk.train.folder import lock
 
@@ -42,6 +50,8 @@ def command(args: argparse.Namespace) -> int:
     try:
         base, wanted = resolve(args)
         folder = Path(base.runs)
+        refuse_run(folder)
+        refuse_sweep(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with lock(folder), leaving_on_sigterm():
             return compare(args.config or DEFAULT, base, wanted, args.metric)
@@ -79,6 +89,7 @@ def compare(config: str, base: Config, wanted: list[Config], metric: str) -> int
     """Run what is missing and write the tables; 1 when a run failed."""
     folder = Path(base.runs)
     refuse_others(folder, base)
+    refuse_files(wanted)
     failed = []
     for number, run in enumerate(wanted, 1):
         place = f"{number}/{len(wanted)} {run.name}"
@@ -87,7 +98,7 @@ def compare(config: str, base: Config, wanted: list[Config], metric: str) -> int
                 failed.append(run.name)
         finally:  # also when it is interrupted: what is there can be looked at
             sum_up(folder, metric)
-    _say(f"\n{sum_up(folder, metric)}")
+    say(f"\n{sum_up(folder, metric)}")
     for name in failed:
         sys.stderr.write(f"oktopk compare: {name} failed, see {folder / name}.log\n")
     if failed:
@@ -99,17 +110,17 @@ def train(config: str, run: Config, place: str) -> bool:
     """Train one setting, unless it is trained; whether it finished."""
     folder = Path(run.runs) / run.name
     if read(folder).finished:
-        _say(f"{place}: {result(read(folder))} (trained before)")
+        say(f"{place}: {result(read(folder))} (trained before)")
         return True
-    _say(f"{place}: training; to look: oktopk watch {folder}")
+    say(f"{place}: training; to look: oktopk watch {folder}")
     log = folder.with_name(f"{run.name}.log")
     with started(run, config, log) as process:
         code = process.wait()
     record = read(folder)
     if code == 0 and record.finished:
-        _say(f"{place}: {result(record)}")
+        say(f"{place}: {result(record)}")
         return True
-    _say(f"{place}: failed with exit code {code}, in {log}:\n{tail(log)}")
+    say(f"{place}: failed with exit code {code}, in {log}:\n{tail(log)}")
     return False
 
 
@@ -130,8 +141,8 @@ def sum_up(folder: Path, metric: str) -> str:
     text = markdown(as_table(rows))
     (folder / "table.md").write_text(text)
     (folder / "table.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    write_report(folder / "compare.html", records, rows, metric)
-    return f"{text}\n{folder}: table.md, table.json, compare.html"
+    write_report(folder / REPORT, records, rows, metric)
+    return f"{text}\n{folder}: table.md, table.json, {REPORT}"
 
 
 def _order(record: Record) -> tuple[int, str, float, int]:
@@ -139,8 +150,3 @@ def _order(record: Record) -> tuple[int, str, float, int]:
     method = record.config.get("method", "")
     rest = (record.config.get("density", 0.0), record.config.get("seed", 0))
     return (0 if method == "dense" else 1, method, *rest)
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()

@@ -41,7 +41,7 @@ def losses(records: list[Record]) -> list[Figure]:
             at = [x[part.stop - 1] for part in steps.slices]
             traces.append(line(record.folder.name, rounded(at), steps.mean("loss")))
         layout = _layout(axis, "loss")
-        layout["yaxis"]["type"] = "log"
+        layout["yaxis"] |= {"type": "log", "tickformat": "~g"}
         figures.append(Figure(f"Training loss against {against}", traces, NOTE, layout))
     return figures
 

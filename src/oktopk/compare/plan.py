@@ -7,12 +7,15 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from oktopk.report.record import SETTINGS
+from oktopk.report.record import JOURNAL, SETTINGS
 from oktopk.train.child import NO_MATTER
 from oktopk.train.config import Config, changes, load
 from oktopk.train.errors import RunError
 
 COMPARED = ("method", "density", "seed")
+REPORT = "compare.html"
+SWEEP = "sweep.json"
+"""What a sweep keeps its plan in: a folder that has it is no place for a comparison."""
 
 
 def plan(
@@ -31,6 +34,56 @@ def setting_name(method: str, density: float, seed: int) -> str:
     """`dense`, `oktopk-0.02`, `oktopk-0.02-s1`: the same in every call, so the folder is found."""
     name = method if method == "dense" else f"{method}-{density:g}"
     return f"{name}-s{seed}" if seed else name
+
+
+def refuse_run(folder: Path) -> None:
+    """The folder of a run is that run's own: others in it would be taken for parts of it."""
+    if (folder / JOURNAL).exists():
+        raise RunError(
+            f"{folder} is the folder of a training run, and runs cannot stand in it: give another "
+            "--name"
+        )
+
+
+def refuse_sweep(folder: Path) -> None:
+    """The tables of a sweep have the names that those of a comparison have."""
+    if (folder / SWEEP).exists():
+        raise RunError(
+            f"{folder} is the folder of a sweep ({SWEEP}), whose tables would be lost: give "
+            "another --name, or go on with it by oktopk sweep"
+        )
+
+
+def refuse_comparison(folder: Path) -> None:
+    """The same for a sweep: a comparison, or any other folder with runs."""
+    if (folder / SWEEP).exists():
+        return
+    runs = sorted(path.parent.name for path in folder.glob(f"*/{SETTINGS}"))
+    if (folder / REPORT).exists():
+        raise RunError(
+            f"{folder} is the folder of a comparison ({REPORT}), whose tables would be lost: give "
+            "another --name, or go on with it by oktopk compare"
+        )
+    if runs:
+        raise RunError(
+            f"{folder} has runs that are no trials of a sweep ({_few(runs)}): give another --name"
+        )
+
+
+def refuse_files(wanted: Iterable[Config]) -> None:
+    """A run whose folder cannot be made would train elsewhere, under a name with a number."""
+    for run in wanted:
+        place = Path(run.runs) / run.name
+        if place.exists() and not place.is_dir():
+            raise RunError(
+                f"{place} is a file, where the folder of that run would be: move it away, or give "
+                "another --name"
+            )
+
+
+def _few(names: list[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def refuse_others(folder: Path, base: Config) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import accumulate
+from statistics import median
 from typing import Any
 
 from oktopk.report.record import Entry, Record
 from oktopk.report.units import size
+from oktopk.train.totals import PHASES
 
 METRICS = {"wer": "WER", "cer": "CER", "val_loss": "validation loss"}
-PHASES = ("dense", "sparse")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +39,8 @@ class Row:
 
     sparse_ratio: float | None
     ms_per_step: float | None
+    """The median of `steady` steps; None where there are none."""
+
     minutes: float
 
 
@@ -59,9 +62,20 @@ def row(record: Record, metric: str, dense: Record | None) -> Row:
         bytes_sent=sum(sent.values()),
         ratio=_ratio(sum(as_dense.values()), sum(sent.values())),
         sparse_ratio=_ratio(as_dense["sparse"], sent["sparse"]),
-        ms_per_step=seconds * 1e3 / steps if steps else None,
+        ms_per_step=median(1e3 * each for each in steady(record)) if steady(record) else None,
         minutes=seconds / 60,
     )
+
+
+def steady(record: Record) -> list[float]:
+    """Seconds of the steps, without the first of a phase or after a start: those make kernels."""
+    begun = {entry.get("step") for entry in record.of("run")}
+    found, phase = [], None
+    for entry in record.steps:
+        if entry["phase"] == phase and entry["step"] not in begun:
+            found.append(entry["whole"])
+        phase = entry["phase"]
+    return found
 
 
 def totals(record: Record) -> dict[str, Entry]:
@@ -129,7 +143,7 @@ SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "bytes_sent": ("sent", size),
     "ratio": ("ratio", _format(".1f")),
     "sparse_ratio": ("ratio, sparse phase", _format(".1f")),
-    "ms_per_step": ("ms/step", _format(".0f")),
+    "ms_per_step": ("ms/step, median", _format(".0f")),
     "minutes": ("minutes", _format(".1f")),
 }
 """Columns of the table: heading and how a value is written."""

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from oktopk.compare.plan import refuse_comparison, refuse_run
 from oktopk.compare.results import METRICS
 from oktopk.sweep.loop import sweep
 from oktopk.sweep.plan import Plan, remember
@@ -51,10 +52,13 @@ def command(args: argparse.Namespace) -> int:
     refuse_launchers("oktopk sweep")
     try:
         plan = resolve(args)
+        number, deadline = budget(args)
+        refuse_run(plan.folder)
+        refuse_comparison(plan.folder)
         plan.folder.mkdir(parents=True, exist_ok=True)
         with lock(plan.folder), leaving_on_sigterm():
             remember(plan)
-            return sweep(plan, *budget(args), prune=not args.no_prune)
+            return sweep(plan, number, deadline, prune=not args.no_prune)
     except ValueError as error:
         sys.stderr.write(f"oktopk sweep: {error}\n")
         return 2

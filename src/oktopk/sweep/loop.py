@@ -17,6 +17,7 @@ from oktopk.sweep.study import ask, begin, importances, opened, tell, trials, va
 from oktopk.sweep.trial import Outcome, log_of, run_trial
 from oktopk.train.child import command_line, tail
 from oktopk.train.config import load
+from oktopk.train.console import say
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -41,7 +42,7 @@ def sweep(plan: Plan, number: int, deadline: float, prune: bool) -> int:
                 break
             failures = failures + 1 if outcome.state == "FAIL" else 0
             if failures == PATIENCE:
-                _say(f"{PATIENCE} trials failed one after the other: the sweep ends here")
+                say(f"{PATIENCE} trials failed one after the other: the sweep ends here")
                 break
         found, line = sum_up(plan, study)
         _close(plan, found, line, len(_done(study)), len(trials(study)))
@@ -62,7 +63,7 @@ def attempt(
     """One trial from its first line to its last; Optuna is told how it ended."""
     config = plan.of(values(trial.params), name)
     shown = ", ".join(f"{name} {value:g}" for name, value in values(trial.params).items())
-    _say(f"{place}: {shown}")
+    say(f"{place}: {shown}")
 
     def report(step: int, value: float) -> bool:
         trial.report(value, step)
@@ -71,9 +72,9 @@ def attempt(
     outcome = run_trial(config, plan.config, plan.metric, report, deadline)
     if outcome.state is not None:
         tell(study, trial, outcome.state, outcome.value)
-    _say(f"{place}: {_verdict(plan, outcome)}")
+    say(f"{place}: {_verdict(plan, outcome)}")
     if outcome.state == "FAIL":
-        _say(f"{log_of(config)}:\n{tail(log_of(config))}")
+        say(f"{log_of(config)}:\n{tail(log_of(config))}")
     return outcome
 
 
@@ -108,14 +109,9 @@ def sum_up(plan: Plan, study: Study) -> tuple[list[Result], str]:
 
 def _close(plan: Plan, found: list[Result], line: str, done: int, begun: int) -> None:
     if not found:
-        _say("no trial has begun: raise --minutes or --trials")
+        say("no trial has begun: raise --minutes or --trials")
         return
-    _say(f"\n{markdown(as_table(ranked(found)[:SHOWN], plan.metric))}")
-    _say(f"{done} trials, {begun - done} half-way; {plan.folder}: table.md, table.json, sweep.html")
+    say(f"\n{markdown(as_table(ranked(found)[:SHOWN], plan.metric))}")
+    say(f"{done} trials, {begun - done} half-way; {plan.folder}: table.md, table.json, sweep.html")
     if line:
-        _say(f"the best: {line}")
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+        say(f"the best: {line}")

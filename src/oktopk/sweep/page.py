@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,11 @@ from oktopk.sweep.results import Result, as_table, ranked
 from oktopk.sweep.space import Range
 
 WORST = 3.0
-"""Colours and axes end at so many times the best: a trial that diverged says nothing more."""
+"""Colours and axes end at so many times what a quarter of the trials came below: one that diverged
+says nothing more, and would squash the others."""
+COLOURS = {"finished": "#3b82d6", "pruned": "#e08214", "half-way": "#8c6bd1", "failed": "#d6554c"}
+BEST, OTHERS = (59, 130, 214), (190, 190, 190)
+"""Ends of the colours of lines, red, green and blue: a good one stands out, dark page or light."""
 
 
 def importance(shares: dict[str, float]) -> list[Figure]:
@@ -25,76 +30,120 @@ def importance(shares: dict[str, float]) -> list[Figure]:
     return [Figure("What mattered", [bars], note, {"xaxis": {"tickformat": "~%"}})]
 
 
-def history(found: list[Result], metric: str) -> Figure:
+def history(found: list[Result], metric: str) -> list[Figure]:
     """The metric of every trial in order, and the best so far."""
-    traces = [
-        _points(state, [(i, r) for i, r in enumerate(found) if r.state == state])
-        for state in sorted({result.state for result in found})
-    ]
+    traces = _by_state([(i, result) for i, result in enumerate(found)])
     done = [(i, r.metric) for i, r in enumerate(found) if r.state == "finished"]
-    lowest = accumulate((value for _, value in done if value is not None), min)
-    best = {"type": "scatter", "mode": "lines", "name": "best so far", "line": {"shape": "hv"}}
-    best |= {"x": [i for i, _ in done], "y": rounded(lowest)}
-    return Figure("Trials in order", [*traces, best], "", _axes("trial", METRICS[metric]))
+    known = [(i, value) for i, value in done if value is not None]
+    if known:
+        lowest = accumulate((value for _, value in known), min)
+        line = {"shape": "hv", "color": "#2a9d6f"}
+        best = {"type": "scatter", "mode": "lines", "name": "best so far", "line": line}
+        traces.append(best | {"x": [i for i, _ in known], "y": rounded(lowest)})
+    return _figure("Trials in order", traces, found, "trial", metric)
 
 
 def slices(found: list[Result], space: dict[str, Range], metric: str) -> list[Figure]:
     """The metric against each setting alone."""
     figures = []
     for name, one in space.items():
-        traces = [
-            _points(state, [(r.values.get(name), r) for r in found if r.state == state])
-            for state in sorted({result.state for result in found})
-        ]
-        layout = _axes(name, METRICS[metric])
-        layout["xaxis"]["type"] = "log" if one.by_ratio else "linear"
-        figures.append(Figure(f"{METRICS[metric]} against {name}", traces, "", layout))
+        traces = _by_state([(result.values.get(name), result) for result in found])
+        scale = {"type": "log", "tickformat": "~g"} if one.by_ratio else {"type": "linear"}
+        title = f"{METRICS[metric]} against {name}"
+        figures += _figure(title, traces, found, name, metric, **scale)
     return figures
 
 
 def parallel(found: list[Result], space: dict[str, Range], metric: str) -> list[Figure]:
-    """Every trial as a line through its settings."""
-    from math import log10
-
-    known = [result for result in found if result.metric is not None]
+    """Every trial as a line through its settings, each between the ends of its range."""
+    known = [(r, r.metric) for r in ranked(found) if r.metric is not None]
     if len(known) < 2:
         return []
-    ends = [result.metric for result in known if result.metric is not None]
-    axes: list[dict[str, Any]] = []
-    for name, one in space.items():
-        column = [result.values[name] for result in known]
-        label = f"{name}, log10" if one.by_ratio else name
-        axes.append({"label": label, "values": [log10(v) if one.by_ratio else v for v in column]})
-    axes.append({"label": METRICS[metric], "values": rounded(ends)})
-    top = min(max(ends), WORST * min(ends)) if min(ends) > 0 else max(ends)
-    line = {"color": rounded(ends), "colorscale": "Viridis", "cmin": min(ends), "cmax": top}
-    trace = {"type": "parcoords", "dimensions": axes, "line": line | {"showscale": True}}
-    note = "Drag along an axis to keep only the trials that pass there."
-    layout = {"margin": {"l": 60, "r": 60, "t": 50, "b": 30}}
-    return [Figure("Settings and result together", [trace], note, layout)]
+    low, high = min(value for _, value in known), _top(found)
+    names = [f"{name}<br>{one.low:g} to {one.high:g}" for name, one in space.items()]
+    names.append(f"{METRICS[metric]}<br>{low:.3g} to {high:.3g}")
+    traces = []
+    for result, value in reversed(known):  # the best is drawn last, above the others
+        share = _share(min(value, high), low, high)
+        y = [_place(one, result.values[name]) for name, one in space.items()]
+        said = [f"{name} {result.values[name]:g}" for name in space]
+        text = "<br>".join([f"{result.trial}, {result.state}", *said])
+        text += f"<br>{METRICS[metric]} {value:.3f}"
+        line = {"color": _between(share), "width": 3 - 2 * share}
+        trace = {"type": "scatter", "mode": "lines+markers", "name": result.trial, "line": line}
+        trace |= {"x": list(range(len(names))), "y": rounded([*y, share])}
+        traces.append(trace | {"text": text, "hoverinfo": "text"})
+    ticks = {"tickvals": list(range(len(names))), "ticktext": names, "zeroline": False}
+    layout = {"xaxis": ticks, "yaxis": {"visible": False, "range": [-0.05, 1.05]}}
+    layout |= {"hovermode": "closest", "showlegend": False}
+    note = "A line for each trial, from the lower ends at the bottom to the upper ones; the bluer "
+    note += "and wider, the better. The mouse shows the values."
+    return [Figure("Settings and result together", traces, note, layout)]
 
 
-def cost(found: list[Result], metric: str) -> Figure:
+def _share(value: float, low: float, high: float) -> float:
+    return (value - low) / (high - low) if high > low else 0.0
+
+
+def _place(one: Range, value: float) -> float:
+    """Where a value stands in its range, from 0 to 1."""
+    ends = (value, one.low, one.high)
+    return _share(*(log(each) for each in ends)) if one.by_ratio else _share(*ends)
+
+
+def _between(share: float) -> str:
+    mixed = (round(a + share * (b - a)) for a, b in zip(BEST, OTHERS, strict=True))
+    return f"rgb({','.join(map(str, mixed))})"
+
+
+def cost(found: list[Result], metric: str) -> list[Figure]:
     """What a better metric costs in bytes."""
-    traces = [
-        _points(state, [(r.bytes_sent, r) for r in found if r.state == state])
-        for state in ("finished",)
-    ]
-    layout = _axes("bytes sent by all workers", METRICS[metric])
-    layout["xaxis"]["exponentformat"] = "SI"
-    return Figure(f"{METRICS[metric]} against bytes", traces, "Finished trials.", layout)
+    finished = [result for result in found if result.state == "finished"]
+    traces = _by_state([(result.bytes_sent, result) for result in finished])
+    title = f"{METRICS[metric]} against bytes"
+    axis = {"exponentformat": "SI"}
+    return _figure(title, traces, finished, "bytes sent by all workers", metric, **axis)
 
 
-def _points(name: str, placed: list[tuple[Any, Result]]) -> dict[str, Any]:
+def _by_state(placed: list[tuple[Any, Result]]) -> list[dict[str, Any]]:
+    """Points of the trials that have a place and a metric, a trace for each state."""
     shown = [(x, result) for x, result in placed if x is not None and result.metric is not None]
-    trace = {"type": "scatter", "mode": "markers", "name": name, "x": [x for x, _ in shown]}
-    trace["y"] = rounded(result.metric for _, result in shown)
-    return trace | {"text": [result.trial for _, result in shown]}
+    traces = []
+    for state, colour in COLOURS.items():
+        own = [(x, result) for x, result in shown if result.state == state]
+        if own:
+            trace = {"type": "scatter", "mode": "markers", "name": state, "x": [x for x, _ in own]}
+            trace |= {"y": rounded(result.metric for _, result in own)}
+            trace |= {"text": [result.trial for _, result in own], "marker": {"color": colour}}
+            traces.append(trace)
+    return traces
 
 
-def _axes(x: str, y: str) -> dict[str, Any]:
-    axes = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}}
-    return axes | {"hovermode": "closest"}
+def _figure(
+    title: str, traces: list[dict[str, Any]], found: list[Result], x: str, metric: str, **axis: Any
+) -> list[Figure]:
+    """The metric over `x`; nothing when no trial has one."""
+    if not traces:
+        return []
+    values = [result.metric for result in found if result.metric is not None]
+    low, high = min(values), _top(found)
+    layout: dict[str, Any] = {"hovermode": "closest", "xaxis": {"title": {"text": x}} | axis}
+    y: dict[str, Any] = {"title": {"text": METRICS[metric]}}
+    layout["yaxis"] = y
+    above = sum(value > high for value in values)
+    if not above:
+        return [Figure(title, traces, "", layout)]
+    room = 0.05 * (high - low)
+    y["range"] = rounded([low - room, high + room])
+    note = f"{above} of {len(values)} trials came above {high:.3g} and out of sight."
+    return [Figure(title, traces, note, layout)]
+
+
+def _top(found: list[Result]) -> float:
+    """Where axes and colours end: see WORST."""
+    values = sorted(result.metric for result in found if result.metric is not None)
+    quarter = values[(len(values) - 1) // 4]
+    return min(values[-1], WORST * quarter) if quarter > 0 else values[-1]
 
 
 def write_report(
@@ -112,7 +161,7 @@ def write_report(
         Section("Trials, best first", [table(cells[0], cells[1:]), few]),
         Section("What mattered", [*importance(shares), *parallel(found, space, metric)]),
         Section("Each setting alone", slices(found, space, metric)),
-        Section("On the way", [history(found, metric), cost(found, metric)]),
+        Section("On the way", [*history(found, metric), *cost(found, metric)]),
     ]
     best = paragraph(f"The best so far: {line}") if line else paragraph("None has finished yet.")
     write_page(path, f"{path.parent.resolve().name}: search of settings", best, sections)

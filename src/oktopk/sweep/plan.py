@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from oktopk.compare.plan import SWEEP
 from oktopk.sweep.space import Range, as_plain
 from oktopk.train.child import NO_MATTER
 from oktopk.train.config import Config
 from oktopk.train.errors import RunError
-
-PLAN = "sweep.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Plan:
 
 def remember(plan: Plan) -> None:
     """Write the plan down, or see that it is the one that was written down."""
-    path = plan.folder / PLAN
+    path = plan.folder / SWEEP
     own = {name: v for name, v in asdict(plan.base).items() if name not in NO_MATTER}
     now = {"metric": plan.metric, "space": as_plain(plan.space), "config": own}
     if not path.exists():

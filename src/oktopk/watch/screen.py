@@ -22,14 +22,29 @@ COLOURS = {"finished": "green", "running": "cyan", "stopped": "yellow", "failed"
 SHOWN_WARNINGS = 3
 
 
-def screen(seen: Seen, name: str, quiet: float) -> RenderableType:
-    """The panel; `quiet` is seconds since the journal last grew."""
+def screen(seen: Seen, name: str, quiet: float, others: str = "") -> RenderableType:
+    """The panel; `quiet` is seconds since the journal last grew, `others` the runs there are."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     for label, text in rows(seen, quiet):
         grid.add_row(label, Text(text))
+    if others:
+        grid.add_row("", Text(others))
     return Panel(grid, title=Text(name), border_style=COLOURS.get(status(seen, quiet), "yellow"))
+
+
+def line(seen: Seen, quiet: float, others: str = "") -> str:
+    """The same in a line, for a log."""
+    if not seen.steps:
+        return "; ".join(filter(None, (_status_line(seen, quiet), others)))
+    total = seen.opening.get("total_steps")
+    parts = [status(seen, quiet), f"step {seen.steps}" + (f" of {total}" if total else "")]
+    parts.append(f"{seen.last['phase']} phase")
+    parts += [f"loss {seen.losses[-1]:.3f}"] if seen.losses else []
+    parts += [f"WER {seen.validated[-1]['wer']:.3f}"] if seen.validated else []
+    parts += [f"about {clock(_seconds_left(seen, total))} left"] if total else []
+    return ", ".join(parts)
 
 
 def rows(seen: Seen, quiet: float) -> list[tuple[str, str]]:

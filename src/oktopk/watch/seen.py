@@ -9,10 +9,10 @@ from pathlib import Path
 
 from oktopk.report.follow import Follower
 from oktopk.report.record import Entry
+from oktopk.train.totals import PHASES
 
 RECENT = 50
 """Steps that say how fast it goes now."""
-PHASES = ("dense", "sparse")
 
 
 @dataclass(slots=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 from record import Key, Record, arguments
+
+from oktopk.compare.results import bytes_so_far, totals
+from oktopk.report.record import read
 
 # task -> config
 CONFIGS = {"spoken": "quickstart", "an4": "compact"}
@@ -43,25 +45,18 @@ def train(key: Key, folder: Path, an4: Path | None) -> Record:
     ]
     resume = ["--resume"] if (folder / name).exists() else []
     subprocess.run([sys.executable, "-m", "oktopk", "train", *given, *resume], check=True)
-    return _record(key, folder / name / "metrics.jsonl")
+    return _record(key, folder / name)
 
 
-def _record(key: Key, path: Path) -> Record:
-    curve, sent, dense, seconds = [], 0, 0, 0.0
-    for line in path.read_text().splitlines():
-        found = json.loads(line)
-        if found["kind"] == "step":
-            sent += found["bytes_sent"] * key.workers  # of rank 0; all send about the same
-            dense += found["bytes_dense"] * key.workers
-            seconds += found["whole"]
-            step = found["step"] + 1
-        elif found.get("wer") is not None:
-            curve.append((step, found["wer"], sent))
+def _record(key: Key, folder: Path) -> Record:
+    """What a run did; bytes are those of all ranks."""
+    run = read(folder)
+    sent = dict(zip((entry["step"] for entry in run.steps), bytes_so_far(run), strict=True))
     return Record(
         key=key,
         measure="WER",
         higher_is_better=False,
-        curve=curve,
-        dense_bytes=dense,
-        seconds=seconds,
+        curve=[(e["step"] + 1, e["wer"], round(sent[e["step"]])) for e in run.validated],
+        dense_bytes=sum(part["bytes_dense"] for part in totals(run).values()),
+        seconds=sum(entry["whole"] for entry in run.steps),
     )

@@ -198,6 +198,22 @@ def test_a_skipped_step_changes_nothing():
     assert moments.state_dict()["weight"].flatten().tolist() == [91, 91]
 
 
+def test_a_step_that_was_broken_off_leaves_no_lowered_moments():
+    """The hook before the step lowers them, the one after it sets them: the second never came."""
+    optimizer, weight, before, _ = corrected(Adam, [1, 9, 100], 0.99)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    breaking = optimizer.register_step_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert not torch.equal(optimizer.state[weight]["exp_avg_sq"], before)
+    breaking.remove()
+    optimizer.step()  # nothing is late any more: it was taken down as arrived
+    torch.testing.assert_close(optimizer.state[weight]["exp_avg_sq"], 0.99 * before + 0.01 * 4)
+
+
 @pytest.mark.parametrize("wrong", [{"beta1": 0.5}, {"late_moments": True}])
 def test_what_is_for_adam_is_refused_for_others(wrong):
     weight = torch.zeros(2, requires_grad=True)

@@ -111,6 +111,7 @@ def test_every_contender_in_namespaces(tmp_path):
     assert (tmp_path / "b.png").stat().st_size > 5_000
 
 
+@pytest.mark.slow
 def test_without_namespaces_it_falls_back(tmp_path):
     """An empty PATH has no `unshare`."""
     done = bench("--methods", "oktopk", "--json", f"{tmp_path}/b.json", PATH=str(tmp_path))

@@ -50,7 +50,7 @@ def assert_trained(done: subprocess.CompletedProcess, runs: Path, workers: str) 
     assert "WER" in done.stdout and f"run folder: {runs}/tiny" in done.stdout
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_check_starts_its_own_workers(workers):
     done = run(sys.executable, *CHECK, "--workers", workers)
     assert_all_is_well(done, f"{workers} ranks by oktopk")
@@ -177,6 +177,7 @@ def on_two_hosts(hosts, *command: object) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess([], 0, *next(both for both in said if both[0]))
 
 
+@pytest.mark.slow
 def test_two_hosts_of_four_workers_under_torchrun(hosts):
     """Two namespaces see each other only over the cable, as two hosts do."""
     assert_all_is_well(on_two_hosts(hosts, *CHECK), "8 ranks by torchrun")

@@ -27,7 +27,14 @@ from oktopk.sparse import Sparse
 from streams import STREAMS
 
 
-@pytest.mark.parametrize("stream", ["gaussian", "laplace", "heavy", "drifting"])
+@pytest.mark.parametrize(
+    "stream",
+    [
+        "heavy",
+        "drifting",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gaussian", "laplace")),
+    ],
+)
 def test_counts_stay_near_k_for_500_steps(stream):
     ranks = simulated(4, "oktopk", 5000, 0.02, stream, 500, torch.float32)
     assert_k_means_k(ranks, "oktopk")

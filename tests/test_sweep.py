@@ -279,6 +279,7 @@ def test_the_best_is_one_that_finished():
 
 
 @pytest.mark.timeout(240)  # a process that imports torch
+@pytest.mark.slow
 def test_a_real_trial_from_the_command_line(call, corpus):
     flags = [*SMALL, "--data", corpus, "--workers", "1", "--max-steps", "3", "--trials", "1"]
     assert call(*flags, "--lr", "0.001:0.02", "--exact-every", "1:4") == 0

@@ -127,6 +127,7 @@ def kill_one(command: list[str], variable: str, folder: Path) -> tuple[int, str,
 ENDLESS = ("--epochs", "400", "--checkpoint-every", "3", "--validate-every", "1000")
 
 
+@pytest.mark.slow
 def test_a_killed_worker_loses_only_the_steps_since_the_checkpoint(corpus, tmp_path):
     folder = tmp_path / "tiny"
     command = [*RUN, *flags(corpus, tmp_path, "--workers", "2", *ENDLESS)]
@@ -171,6 +172,7 @@ def test_being_asked_to_stop_saves_first(corpus, tmp_path):
     assert speech.newest(tmp_path / "tiny").name == f"step-{int(saved[1]):08}"
 
 
+@pytest.mark.slow
 def test_the_full_size_passes_from_dense_to_sparse(corpus, tmp_path):
     """lstm_extended with a shorter warm-up: 98 % of 27.6 million entries stay home."""
     more = [

@@ -7,9 +7,6 @@ import sys
 import time
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
 from oktopk.report.units import clock
 
 
@@ -36,6 +33,10 @@ class Bar:
         self._sent = self._dense = 0
         self._progress = None
         if sys.stdout.isatty():
+            # here: other commands say something too, and need not have rich
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
             columns = ("{task.description}", BarColumn(), "{task.completed}/{task.total}")
             shown = [TextColumn(c) if isinstance(c, str) else c for c in columns]
             self._progress = Progress(*shown, TimeRemainingColumn(), console=Console())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU needed; must be set before triton loads
 
@@ -66,3 +67,23 @@ def free_port() -> int:
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         return door.getsockname()[1]
+
+
+@pytest.fixture
+def oktopk(monkeypatch, tmp_path):
+    """`oktopk("compare", ...)` runs a command in this process, in a folder of its own, and returns
+    its exit code. No launcher has left anything in the environment."""
+    from oktopk import cli
+    from test_launch import environment
+
+    for name in set(os.environ) - set(environment()):
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["oktopk", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code
+
+    return run

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,12 +18,12 @@ from oktopk import cli
 from oktopk.compare import command as comparing
 from oktopk.compare.page import curves, losses
 from oktopk.compare.plan import plan
-from oktopk.compare.results import as_table, bytes_so_far, row, steady
+from oktopk.compare.results import as_table, bytes_so_far, row
 from oktopk.report.record import read
 from oktopk.report.texttable import markdown
+from oktopk.report.times import settled
 from oktopk.train import child
 from oktopk.train.config import Config, load
-from test_launch import environment
 from test_train_cli import SMALL
 
 
@@ -48,18 +48,8 @@ def trainer(monkeypatch):
 
 
 @pytest.fixture
-def call(monkeypatch, tmp_path):
-    for name in set(os.environ) - set(environment()):
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["oktopk", "compare", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code
-
-    return run
+def call(oktopk):
+    return partial(oktopk, "compare")
 
 
 def test_every_method_at_every_density_but_dense_once():
@@ -205,7 +195,7 @@ def test_a_step_takes_what_most_take(tmp_path):
     resumed = journals.opening() | {"step": 6}
     entries = [run[0], *steps[:6], resumed, *steps[6:], run[-1]]
     found = row(read(journals.write(tmp_path / "a", entries)), "wer", None)
-    assert steady(read(tmp_path / "a")) == [0.1, 0.1, 0.1, 0.1, 0.2]
+    assert [entry["whole"] for entry in settled(read(tmp_path / "a"))] == [0.1, 0.1, 0.1, 0.1, 0.2]
     assert found.ms_per_step == pytest.approx(100)
     assert found.minutes == pytest.approx(0.8 / 60)  # of the journal's end: all steps
     short = row(read(journals.write(tmp_path / "b", entries[:2])), "wer", None)

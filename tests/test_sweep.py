@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import sys
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,13 +13,11 @@ import pytest
 
 import browser
 import journals
-from oktopk import cli
 from oktopk.sweep import trial as trials
 from oktopk.sweep.page import cost, history, importance, parallel, slices, write_report
 from oktopk.sweep.results import Result, as_table, best, ranked
 from oktopk.sweep.space import Range, parse
 from oktopk.train.config import Config
-from test_launch import environment
 from test_train_cli import SMALL
 
 LR = ["--lr", "1e-3:1e-1", "--density", "0.02", "--warmup-steps", "2", "--exact-every", "32"]
@@ -51,18 +48,8 @@ def trainer(monkeypatch):
 
 
 @pytest.fixture
-def call(monkeypatch, tmp_path):
-    for name in set(os.environ) - set(environment()):
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["oktopk", "sweep", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code
-
-    return run
+def call(oktopk):
+    return partial(oktopk, "sweep")
 
 
 def table() -> list[dict]:

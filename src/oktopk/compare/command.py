@@ -18,13 +18,12 @@ from oktopk.compare.plan import (
     refuse_sweep,
 )
 from oktopk.compare.results import METRICS, SHOWN, as_table, row
-from oktopk.report.record import Record, read
+from oktopk.report.record import JOURNAL, Record, read
 from oktopk.report.texttable import markdown
-from oktopk.train.child import leaving_on_sigterm, refuse_launchers, started, tail
+from oktopk.train.child import answered, leaving_on_sigterm, started, tail
 from oktopk.train.config import DEFAULT, FIELDS, Config, load, with_flags
 from oktopk.train.config import add_flags as add_train_flags
 from oktopk.train.console import say
-from oktopk.train.errors import RunError
 from oktopk.train.folder import lock
 
 NAME = "compare"
@@ -46,8 +45,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """Train what is not trained yet, then sum up all runs of the folder."""
-    refuse_launchers("oktopk compare")
-    try:
+
+    def act() -> int:
         base, wanted = resolve(args)
         folder = Path(base.runs)
         refuse_run(folder)
@@ -55,12 +54,8 @@ def command(args: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         with lock(folder), leaving_on_sigterm():
             return compare(args.config or DEFAULT, base, wanted, args.metric)
-    except ValueError as error:
-        sys.stderr.write(f"oktopk compare: {error}\n")
-        return 2
-    except (RunError, OSError) as error:
-        sys.stderr.write(f"oktopk compare: {error}\n")
-        return 1
+
+    return answered("oktopk compare", act)
 
 
 def resolve(args: argparse.Namespace) -> tuple[Config, list[Config]]:
@@ -90,15 +85,15 @@ def compare(config: str, base: Config, wanted: list[Config], metric: str) -> int
     folder = Path(base.runs)
     refuse_others(folder, base)
     refuse_files(wanted)
-    failed = []
+    failed, table = [], ""
     for number, run in enumerate(wanted, 1):
         place = f"{number}/{len(wanted)} {run.name}"
         try:
             if not train(config, run, place):
                 failed.append(run.name)
         finally:  # also when it is interrupted: what is there can be looked at
-            sum_up(folder, metric)
-    say(f"\n{sum_up(folder, metric)}")
+            table = sum_up(folder, metric)
+    say(f"\n{table}")
     for name in failed:
         sys.stderr.write(f"oktopk compare: {name} failed, see {folder / name}.log\n")
     if failed:
@@ -109,8 +104,9 @@ def compare(config: str, base: Config, wanted: list[Config], metric: str) -> int
 def train(config: str, run: Config, place: str) -> bool:
     """Train one setting, unless it is trained; whether it finished."""
     folder = Path(run.runs) / run.name
-    if read(folder).finished:
-        say(f"{place}: {result(read(folder))} (trained before)")
+    before = read(folder)
+    if before.finished:
+        say(f"{place}: {result(before)} (trained before)")
         return True
     say(f"{place}: training; to look: oktopk watch {folder}")
     log = folder.with_name(f"{run.name}.log")
@@ -133,7 +129,7 @@ def result(record: Record) -> str:
 
 def sum_up(folder: Path, metric: str) -> str:
     """Write the tables and the report of all runs in the folder; the table, and where they are."""
-    records = sorted((read(path.parent) for path in folder.glob("*/metrics.jsonl")), key=_order)
+    records = sorted((read(path.parent) for path in folder.glob(f"*/{JOURNAL}")), key=_order)
     if not records:
         return "no run has begun"
     dense = {run.config.get("seed"): run for run in records if _order(run)[0] == 0}

@@ -9,8 +9,9 @@ from statistics import median
 from typing import Any
 
 from oktopk.report.record import Entry, Record
+from oktopk.report.times import settled
 from oktopk.report.units import size
-from oktopk.train.totals import PHASES
+from oktopk.stats import PHASES
 
 METRICS = {"wer": "WER", "cer": "CER", "val_loss": "validation loss"}
 
@@ -39,7 +40,7 @@ class Row:
 
     sparse_ratio: float | None
     ms_per_step: float | None
-    """The median of `steady` steps; None where there are none."""
+    """The median of `settled` steps; None where there are none."""
 
     minutes: float
 
@@ -52,6 +53,7 @@ def row(record: Record, metric: str, dense: Record | None) -> Row:
     seconds = sum(part["microseconds"] for part in sums.values()) / 1e6
     sent = {phase: part["bytes_sent"] for phase, part in sums.items()}
     as_dense = {phase: part["bytes_dense"] for phase, part in sums.items()}
+    whole = [entry["whole"] for entry in settled(record)]
     return Row(
         setting=record.folder.name,
         state=record.end["how"] if record.end else "unfinished",
@@ -62,20 +64,9 @@ def row(record: Record, metric: str, dense: Record | None) -> Row:
         bytes_sent=sum(sent.values()),
         ratio=_ratio(sum(as_dense.values()), sum(sent.values())),
         sparse_ratio=_ratio(as_dense["sparse"], sent["sparse"]),
-        ms_per_step=median(1e3 * each for each in steady(record)) if steady(record) else None,
+        ms_per_step=1e3 * median(whole) if whole else None,
         minutes=seconds / 60,
     )
-
-
-def steady(record: Record) -> list[float]:
-    """Seconds of the steps, without the first of a phase or after a start: those make kernels."""
-    begun = {entry.get("step") for entry in record.of("run")}
-    found, phase = [], None
-    for entry in record.steps:
-        if entry["phase"] == phase and entry["step"] not in begun:
-            found.append(entry["whole"])
-        phase = entry["phase"]
-    return found
 
 
 def totals(record: Record) -> dict[str, Entry]:

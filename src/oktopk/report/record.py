@@ -13,6 +13,14 @@ JOURNAL = "metrics.jsonl"
 SETTINGS = "config.toml"
 MOST_PROBLEMS = 5  # named one by one
 
+PARTS: tuple[str, ...] = ("data", "forward", "backward", "exposed", "optimizer")
+"""Seconds of a step that follow one another; `exposed` is what was waited for the exchange."""
+
+OVERLAPPED: tuple[str, ...] = ("select", "exchange", "scatter")
+"""Seconds of the exchange's own moves, while backward goes on."""
+
+TIMES = (*PARTS, *OVERLAPPED, "whole")
+
 Entry = dict[str, Any]
 
 

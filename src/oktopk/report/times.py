@@ -8,12 +8,10 @@ import numpy as np
 
 from oktopk.report.curves import line, over_steps, with_phases
 from oktopk.report.page import Block, Figure, rounded, table
-from oktopk.report.record import Entry, Record
+from oktopk.report.record import OVERLAPPED, PARTS, Entry, Record
 from oktopk.report.thin import Columns, number
+from oktopk.stats import PHASES
 
-PARTS = ("data", "forward", "backward", "exposed", "optimizer")
-"""What follows one another; `exposed` is what was waited for the exchange."""
-MEANWHILE = ("select", "exchange", "scatter")
 OWN = ("data", "forward", "backward", "optimizer")
 """What a rank does by itself: nobody waits in it."""
 
@@ -27,7 +25,7 @@ def times(record: Record, steps: Columns) -> list[Block]:
     ]
     beside = [
         line(f"{part} (meanwhile)", steps.steps, _milliseconds(steps, part), visible="legendonly")
-        for part in MEANWHILE
+        for part in OVERLAPPED
         if record.steps[-1].get(part) is not None
     ]
     note = (
@@ -56,14 +54,14 @@ def settled(record: Record) -> list[Entry]:
 
 def _percentiles(record: Record) -> str:
     rows = []
-    for phase in ("dense", "sparse"):
+    for phase in PHASES:
         entries = [entry for entry in settled(record) if entry["phase"] == phase]
-        for part in (*PARTS, "whole", *MEANWHILE):
+        for part in (*PARTS, "whole", *OVERLAPPED):
             values = np.array([number(entry, part) for entry in entries]) * 1e3
             values = values[~np.isnan(values)]
             if len(values):
                 found = [values.mean(), *np.percentile(values, (50, 90, 99)), values.max()]
-                name = f"{part} (meanwhile)" if part in MEANWHILE else part
+                name = f"{part} (meanwhile)" if part in OVERLAPPED else part
                 rows.append([f"{phase}: {name}", *(f"{value:.1f}" for value in found)])
     note = "Milliseconds of rank 0's steps, by phase, without the first of each, which compiles."
     return table(["part", "mean", "median", "90 %", "99 %", "most"], rows, note)

@@ -8,8 +8,8 @@ from typing import Any
 
 from oktopk.report.curves import phase_changes
 from oktopk.report.page import paragraph, tiles
-from oktopk.report.record import Record
-from oktopk.report.times import PARTS, settled
+from oktopk.report.record import PARTS, Record
+from oktopk.report.times import settled
 from oktopk.report.units import clock, size
 
 MOST_SHOWN = 8  # step numbers, warnings

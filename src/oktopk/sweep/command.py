@@ -14,10 +14,9 @@ from oktopk.compare.results import METRICS
 from oktopk.sweep.loop import sweep
 from oktopk.sweep.plan import Plan, remember
 from oktopk.sweep.space import SEARCHED, add_ranges, parse
-from oktopk.train.child import leaving_on_sigterm, refuse_launchers
+from oktopk.train.child import answered, leaving_on_sigterm
 from oktopk.train.config import DEFAULT, FIELDS, load, with_flags
 from oktopk.train.config import add_flags as add_train_flags
-from oktopk.train.errors import RunError
 from oktopk.train.folder import lock
 
 NAME = "sweep"
@@ -49,8 +48,8 @@ def command(args: argparse.Namespace) -> int:
             f"oktopk sweep needs {' and '.join(missing)}: pip install 'oktopk[train,sweep]'\n"
         )
         return 2
-    refuse_launchers("oktopk sweep")
-    try:
+
+    def act() -> int:
         plan = resolve(args)
         number, deadline = budget(args)
         refuse_run(plan.folder)
@@ -59,12 +58,8 @@ def command(args: argparse.Namespace) -> int:
         with lock(plan.folder), leaving_on_sigterm():
             remember(plan)
             return sweep(plan, number, deadline, prune=not args.no_prune)
-    except ValueError as error:
-        sys.stderr.write(f"oktopk sweep: {error}\n")
-        return 2
-    except (RunError, OSError) as error:
-        sys.stderr.write(f"oktopk sweep: {error}\n")
-        return 1
+
+    return answered("oktopk sweep", act)
 
 
 def resolve(args: argparse.Namespace) -> Plan:

@@ -33,6 +33,7 @@ def sweep(plan: Plan, number: int, deadline: float, prune: bool) -> int:
     failures = 0
     with opened(plan.folder, plan.base.seed) as study:
         begin(study, plan.base, plan.space)
+        found, line = sum_up(plan, study)
         while len(_done(study)) < number and time.monotonic() < deadline:
             trial, name = ask(study, plan.space)
             place = f"{name.replace('-', ' ')} ({len(_done(study)) + 1} of {_said(number)})"
@@ -44,7 +45,6 @@ def sweep(plan: Plan, number: int, deadline: float, prune: bool) -> int:
             if failures == PATIENCE:
                 say(f"{PATIENCE} trials failed one after the other: the sweep ends here")
                 break
-        found, line = sum_up(plan, study)
         _close(plan, found, line, len(_done(study)), len(trials(study)))
         return 0 if best(found) else 1
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from oktopk.train.step import OVERLAPPED, PARTS
+from oktopk.report.record import TIMES
 
 # what is drawn, by group; a value that is not there (no validation, a skipped loss) is left out
 STEP_SCALARS = {
@@ -17,7 +17,7 @@ STEP_SCALARS = {
     "compression": ("sparsity", "compression_ratio", "k", "local", "result", "imbalance"),
     "thresholds": ("local_threshold", "global_threshold"),
     "traffic": ("bytes_sent", "bytes_dense", "messages"),
-    "seconds": (*PARTS, *OVERLAPPED, "whole"),
+    "seconds": TIMES,
 }
 PROBE_SCALARS = {"quality": ("recall", "energy", "best_energy", "xi", "age_mean", "age_most")}
 EPOCH_SCALARS = {

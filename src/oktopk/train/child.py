@@ -6,13 +6,14 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from oktopk.launch import AFTER_SIGNAL, LaunchError, find_place
 from oktopk.train.config import Config, changes, load
+from oktopk.train.errors import RunError
 
 PATIENCE = AFTER_SIGNAL + 10.0
 """Seconds a run has to save and leave; its own workers have AFTER_SIGNAL of them."""
@@ -84,7 +85,20 @@ def tail(log: Path) -> str:
     return "".join(f"  | {line}\n" for line in lines)
 
 
-def refuse_launchers(what: str) -> None:
+def answered(what: str, act: Callable[[], int]) -> int:
+    """The exit code of a command that starts runs; its errors are told in one line."""
+    _refuse_launchers(what)
+    try:
+        return act()
+    except ValueError as error:
+        sys.stderr.write(f"{what}: {error}\n")
+        return 2
+    except (RunError, OSError) as error:
+        sys.stderr.write(f"{what}: {error}\n")
+        return 1
+
+
+def _refuse_launchers(what: str) -> None:
     """These commands start their runs one after the other, so they must be there once."""
     place = find_place()
     if place is not None and place.size > 1:

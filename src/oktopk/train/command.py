@@ -16,6 +16,7 @@ from oktopk.comm import Comm, TorchTransport
 from oktopk.join import ALONE
 from oktopk.launch import Place, find_place, joined, start_workers, workers_to_start
 from oktopk.report.command import report
+from oktopk.report.record import SETTINGS
 from oktopk.train import checkpoint
 from oktopk.train.config import DEFAULT, Config, load, to_toml, with_flags
 from oktopk.train.console import LineHandler, say
@@ -32,7 +33,6 @@ from oktopk.train.totals import Totals
 from oktopk.train.validate import Validation
 
 log = logging.getLogger("oktopk")
-SETTINGS = "config.toml"
 GO_ON = "the same command with --resume goes on from the last checkpoint, if there is one"
 ENDED_BY_HAND = (2, 130, 143)
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from oktopk.report.record import OVERLAPPED, PARTS
 from oktopk.train.data.batches import plan
 from oktopk.train.errors import StoppedError
 from oktopk.train.recorder import Recorder
 from oktopk.train.resume import save
 from oktopk.train.setup import Run
-from oktopk.train.step import OVERLAPPED, PARTS, take_step
+from oktopk.train.step import take_step
 from oktopk.train.validate import Validation, validate, validates
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oktopk.report.record import JOURNAL, OVERLAPPED, PARTS, TIMES
 from oktopk.report.spread import spread
 from oktopk.train.board import Board
 from oktopk.train.console import Bar
@@ -25,14 +26,12 @@ from oktopk.train.facts import opening_entry
 from oktopk.train.journal import Journal
 from oktopk.train.memory import FIELDS, memory
 from oktopk.train.setup import Run
-from oktopk.train.step import OVERLAPPED, PARTS
 from oktopk.train.together import together
 from oktopk.train.totals import Totals
 
 log = logging.getLogger("oktopk")
 STOPS = (signal.SIGTERM, signal.SIGINT)
 MOST_SECONDS = 5.0  # between two looks whether somebody asked to stop
-TIMES = (*PARTS, *OVERLAPPED, "whole")
 
 
 class Recorder:
@@ -53,7 +52,7 @@ class Recorder:
         if run.comm.rank == 0:
             done = run.progress.step
             self._sinks = (
-                Journal(folder / "metrics.jsonl", journal_bytes),
+                Journal(folder / JOURNAL, journal_bytes),
                 Board(folder / "tensorboard", done),
                 Bar(run.total_steps, done, run.config.log_every),
             )

@@ -8,17 +8,12 @@ from typing import Any
 
 from torch.nn.utils import clip_grad_norm_
 
+from oktopk.report.record import PARTS
 from oktopk.train.data.batches import collate
 from oktopk.train.errors import DivergedError
 from oktopk.train.models.lstman4 import ctc_loss
 from oktopk.train.schedule import learning_rate
 from oktopk.train.setup import Run
-
-PARTS: tuple[str, ...] = ("data", "forward", "backward", "exposed", "optimizer")
-"""Seconds of a step that follow one another; select, exchange and scatter overlap with backward."""
-
-OVERLAPPED: tuple[str, ...] = ("select", "exchange", "scatter")
-"""Seconds of the exchange's own moves, while backward goes on."""
 
 PATIENCE = 20
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from oktopk.comm import Comm
-from oktopk.stats import Phase, StepStats
-
-PHASES: tuple[Phase, ...] = ("dense", "sparse")
+from oktopk.stats import PHASES, Phase, StepStats
 
 
 @dataclass(slots=True)

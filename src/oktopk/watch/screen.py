@@ -10,8 +10,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from oktopk.report.record import OVERLAPPED, PARTS, TIMES
 from oktopk.report.units import clock, size
-from oktopk.train.step import OVERLAPPED, PARTS
 from oktopk.watch.seen import Seen
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -138,7 +138,7 @@ def _time(seen: Seen) -> str:
         return ""
     means = {
         part: sum(entry.get(part, 0.0) for entry in seen.recent) / len(seen.recent)
-        for part in (*PARTS, *OVERLAPPED, "whole")
+        for part in TIMES
     }
     if not means["whole"]:
         return ""

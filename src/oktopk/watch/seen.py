@@ -9,7 +9,7 @@ from pathlib import Path
 
 from oktopk.report.follow import Follower
 from oktopk.report.record import Entry
-from oktopk.train.totals import PHASES
+from oktopk.stats import PHASES
 
 RECENT = 50
 """Steps that say how fast it goes now."""

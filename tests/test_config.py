@@ -18,9 +18,12 @@ from oktopk.train.config import (
     to_toml,
     with_flags,
 )
+from oktopk.train.setup import remedies
+
+PLAIN = {"late_moments": False, "beta1": None, "advance": 0.0, "follow_rate": False}
 
 
-def test_what_the_issue_names_is_shipped():
+def test_the_known_configs_are_shipped():
     assert {"quickstart", "lstm_debug", "lstm_extended", "lstm_full", "compact"} <= set(shipped())
 
 
@@ -51,6 +54,9 @@ def test_the_run_of_the_notes():
         ("lr = 'fast'", "lr must be a number, got 'fast'"),
         ("lr = -1", "lr must be positive"),
         ("lr = 0.1 0.2", "toml: "),
+        ("beta1 = 1.5", r"beta1 must be in \[0, 1\), or -1, got 1.5"),
+        ("beta1 = 0.5", "beta1 and late_moments are for adamw; optimizer is sgd"),
+        ("follow_rate = 'maybe'", "follow_rate must be one of remedies, on, off, got 'maybe'"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named_with_the_file(tmp_path, text, message):
@@ -86,3 +92,17 @@ def test_every_field_is_a_flag_with_help():
 
 def test_nothing_near_is_no_hint():
     assert nearest("zzz", ["density"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ({}, {}),
+        ({"beta1": 0.5, "late_moments": "off"}, {"beta1": 0.5, "late_moments": False}),
+        ({"advance": 0.0, "follow_rate": "on"}, {"advance": 0.0, "follow_rate": True}),
+        ({"remedies": "none"}, PLAIN),
+        ({"remedies": "none", "late_moments": "on"}, {**PLAIN, "late_moments": True}),
+    ],
+)
+def test_remedies_by_hand(chosen, expected):
+    assert remedies(Config(optimizer="adamw", **chosen)) == expected

@@ -22,6 +22,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first impo
 
 from oktopk import kernels
 from oktopk.kernels import reference
+from oktopk.moments import shares
 from oktopk.sparse import Sparse, empty
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -251,6 +252,16 @@ def test_add_at_equals_the_reference(form, data, dtype, factor):
 def test_count_reaching_equals_the_reference(form, data, dtype):
     x = data.draw(vectors(dtype, LENGTHS))
     check(form, "count_reaching", x, [0.0, 0.5, 1.0, 3.0])
+
+
+@given(data=st.data(), dtype=st.sampled_from([F32, BF16]), scale=st.sampled_from([1.0, 3.0]))
+@examples
+def test_take_late_equals_the_reference(form, data, dtype, scale):
+    grad = data.draw(vectors(dtype, st.integers(0, 60)))
+    square = data.draw(vectors(F32, st.just(grad.numel()))).abs()
+    arrived = data.draw(arrays(np.int32, grad.numel(), elements=st.integers(-40, 8)))
+    table = shares(0.99, 11, torch.device("cpu"))
+    check(form, "take_late", grad, square, torch.from_numpy(arrived), 9, table, 0.99, scale)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([1e8, 1.0, -1e8])))

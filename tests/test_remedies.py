@@ -147,6 +147,30 @@ def test_a_sum_that_waited_counts_as_many_small_gradients():
     assert moments.state_dict()["weight"].flatten().tolist() == [100, 100, 100]
 
 
+def test_the_order_of_memory_does_not_matter_to_second_moments():
+    found = []
+    for order in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        weight = torch.randn(2, 3, 2, 2).to(memory_format=order).requires_grad_()
+        optimizer = AdamW([weight], lr=0.1)
+        stats = SimpleNamespace(phase="sparse", k=1, numel=99, step=9, skipped=False)
+        LateMoments(optimizer, {"weight": weight}, Settings(late_moments=True), lambda: stats)  # noqa: B023
+        for stats.step in (1, 2, 7):
+            weight.grad = torch.randn(2, 3, 2, 2).to(memory_format=order) * (stats.step != 2)
+            optimizer.step()
+        found.append((weight.detach().clone(), optimizer.state[weight]["exp_avg_sq"].clone()))
+    for plain, other in zip(*found, strict=True):
+        torch.testing.assert_close(plain, other)
+
+
+def test_amsgrad_remembers_what_was_meant_not_what_its_step_saw():
+    optimizer, weight, before, _ = corrected(AdamW, [90], 0.999, amsgrad=True)
+    optimizer.step()
+    state = optimizer.state[weight]
+    assert torch.equal(state["max_exp_avg_sq"], state["exp_avg_sq"].maximum(before))
+    assert state["exp_avg_sq"] < 0.999 * before + 0.001 * 4
+
+
 @pytest.mark.parametrize("beta", [0.9, 0.999])
 @pytest.mark.parametrize(
     ("kind", "more"),

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from typing import Any
 
 import torch
 from tasks import TASKS, Task, rate_schedule
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from oktopk.moments import corrected
+from oktopk import kernels
+from oktopk.moments import shares
 from oktopk.settings import num_kept, ramp
 
 RANKS = 4
@@ -33,6 +35,11 @@ REMEDIES = {
     "predict": "send only what differs from a shared prediction, 1 % of each sum, for 50 steps",
     "flush": "everything is delivered every 50 steps",
     "decay": "residuals lose 5 % at every step",
+    "clip": "every rank clips its own gradient, to a norm of 1 over the root of the ranks",
+    "layers": "every tensor keeps its own share, not the model as a whole",
+    "ends": "selection takes the first and the last weights for three times as large",
+    "age": "select by |acc| times the steps it has waited",
+    "frozen": "1-bit Adam: momentum before the exchange, the second moment stays as it was",
 }
 
 
@@ -45,12 +52,19 @@ class Run:
         self.model = task.network()
         self.parameters = list(self.model.parameters())
         self.optimizer = task.optimizers[optimizer](self.parameters)
+        if args.lr:
+            self.optimizer.param_groups[0]["lr"] = args.lr
         self.generator = torch.Generator().manual_seed(seed)
         self.decay = rate_schedule(self.optimizer, self.steps)
         numel = sum(p.numel() for p in self.parameters)
         self.owed, self.momentum = torch.zeros(RANKS, numel), torch.zeros(RANKS, numel)
-        self.arrived, self.predicted = torch.full((numel,), -1), torch.zeros(numel)
+        self.predicted = torch.zeros(numel)
+        self.arrived = torch.full((numel,), -1, dtype=torch.int32)
         self.rides = torch.cat([torch.full((p.numel(),), p.dim() < 2) for p in self.parameters])
+        weights = [i for i, p in enumerate(self.parameters) if p.dim() > 1]
+        ends = [3.0 if i in (weights[0], weights[-1]) else 1.0 for i in range(len(self.parameters))]
+        sizes = [p.numel() for p in self.parameters]
+        self.ends = torch.tensor(ends).repeat_interleave(torch.tensor(sizes))
         self.rate = 0.0
         self.due: tuple[Tensor, Tensor] | None = None
         self.warmup = 20 if "ramp" in self.has else self.steps // 10
@@ -65,14 +79,18 @@ class Run:
             self.owed *= self.rate / rate
         self.rate = rate
         sparse_step = step - self.warmup
+        if "clip" in self.has:
+            acc *= (RANKS**-0.5 / acc.norm(dim=1, keepdim=True)).clamp(max=1)
         if "correction" in self.has and sparse_step >= 0:
             acc = self.momentum.mul_(0.9).add_(acc)
+        if "frozen" in self.has and sparse_step >= 0:
+            acc = self.momentum.mul_(0.9).add_(acc, alpha=0.1).clone()
         acc = acc + self.owed - self.predicted
         if sparse_step < 0 or ("flush" in self.has and sparse_step % 50 == 49):
             total, self.owed = acc.sum(0), torch.zeros_like(acc)
             self.arrived[:] = step
         else:
-            total = self._exchange(acc, self.densities[sparse_step])
+            total = self._exchange(acc, self.densities[sparse_step], step)
             self._correct_moments(total / RANKS, step)
         self._apply(total / RANKS + self.predicted, sparse_step)
         if "predict" in self.has and sparse_step >= 0:
@@ -89,13 +107,12 @@ class Run:
             rows.append(torch.cat([grad.flatten() for grad in grads if grad is not None]))
         return torch.stack(rows)
 
-    def _exchange(self, acc: Tensor, density: float) -> Tensor:
+    def _exchange(self, acc: Tensor, density: float, step: int) -> Tensor:
         """The sum that is delivered; `owed` becomes what is not."""
-        k = num_kept(acc.shape[1], density)
-        weight = self._moments().rsqrt().clamp(max=1e12) if "update" in self.has else 1.0
-        offered = _top((acc * weight).masked_fill(self.rides, 0), k) | self.rides
+        weight = self._weight(step)
+        offered = self._choose(acc * weight, density)
         sums = (acc * offered).sum(0)
-        kept = offered & (_top((sums * weight).masked_fill(self.rides, 0)[None], k) | self.rides)
+        kept = offered & self._choose(sums[None] * weight, density)
         advance = 0.3 * (1 - density) if "advance" in self.has else 0.0
         self.owed = acc - (1 + advance) * acc * kept
         if "decay" in self.has:
@@ -104,20 +121,33 @@ class Run:
             self.momentum *= ~kept
         return (1 + advance) * (acc * kept).sum(0)
 
+    def _weight(self, step: int) -> Tensor | float:
+        """What selection multiplies magnitudes by."""
+        if "update" in self.has:
+            return self._moments().rsqrt().clamp(max=1e12)
+        if "age" in self.has:
+            return (step - self.arrived).float()
+        return self.ends if "ends" in self.has else 1.0
+
+    def _choose(self, rows: Tensor, density: float) -> Tensor:
+        """Where the entries of every row are that travel: biases and norms always do."""
+        rows = rows.masked_fill(self.rides, 0)
+        parts = self._split(rows, 1) if "layers" in self.has else [rows]
+        chosen = [_top(part, num_kept(part.shape[1], density)) for part in parts]
+        return torch.cat(chosen, 1) | self.rides
+
     def _moments(self) -> Tensor:
         squares = [self.optimizer.state[p]["exp_avg_sq"] for p in self.parameters]
         return torch.cat([square.flatten() for square in squares])
 
     def _correct_moments(self, mean: Tensor, step: int) -> None:
         """As `oktopk.moments`: lower before the step, set after it."""
-        age = (step - self.arrived).float()
         if "moments" in self.has:
-            late = (mean != 0) & (age > 1)
             beta = self.optimizer.param_groups[0]["betas"][1]
-            now = self._moments()
-            before, after = corrected(now, mean, age.clamp(min=1), beta)
-            self._set_moments(torch.where(late, before, now))
-            self.due = late, after
+            share, now = shares(beta, step + 2, mean.device), self._moments()
+            where, _, after = kernels.take_late(mean, now, self.arrived, step, share, beta, 1.0)
+            self._set_moments(now)
+            self.due = where, after
         self.arrived[mean != 0] = step
 
     def _set_moments(self, flat: Tensor) -> None:
@@ -130,15 +160,26 @@ class Run:
             group["betas"] = (0.5, group["betas"][1])
         if "correction" in self.has and sparse_step >= 0:
             group["momentum"] = 0.0
+        if "frozen" in self.has and sparse_step >= 0:
+            self._apply_frozen(mean, group)
+            return
         for parameter, part in zip(self.parameters, self._split(mean), strict=True):
             parameter.grad = part.view_as(parameter).clone()
         self.optimizer.step()
         if self.due is not None:
-            self._set_moments(torch.where(*self.due, self._moments()))
+            self._set_moments(self._moments().index_copy(0, *self.due))
             self.due = None
 
-    def _split(self, flat: Tensor) -> tuple[Tensor, ...]:
-        return flat.split([p.numel() for p in self.parameters])
+    @torch.no_grad()
+    def _apply_frozen(self, mean: Tensor, group: dict[str, Any]) -> None:
+        seen = 1 - group["betas"][1] ** self.warmup
+        update = mean / ((self._moments() / seen).sqrt() + group["eps"])
+        for parameter, part in zip(self.parameters, self._split(update), strict=True):
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(part.view_as(parameter), alpha=-group["lr"])
+
+    def _split(self, flat: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+        return flat.split([p.numel() for p in self.parameters], dim)
 
 
 def _top(rows: Tensor, k: int) -> Tensor:
@@ -171,6 +212,7 @@ def main() -> None:
     parser.add_argument("optimizer", choices=["sgd", "adamw"])
     parser.add_argument("--remedies", nargs="*", default=[], choices=REMEDIES)
     parser.add_argument("--density", type=float, default=0.02)
+    parser.add_argument("--lr", type=float, help="instead of the task's")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=0)
     args = parser.parse_args()
@@ -178,7 +220,8 @@ def main() -> None:
     curves = [train(task, seed, args) for seed in args.seeds]
     means = [statistics.mean(points) for points in zip(*curves, strict=True)]
     name = " ".join(args.remedies) or "plain"
-    print(f"{args.task} {args.optimizer} {args.density:g} {name}:", end=" ")
+    at = f" lr {args.lr:g}" if args.lr else ""
+    print(f"{args.task} {args.optimizer} {args.density:g} {name}{at}:", end=" ")
     print(" ".join(f"{mean:.4f}" for mean in means), flush=True)
 
 

@@ -9,11 +9,13 @@ over many steps already.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from oktopk import kernels
 from oktopk.settings import Settings
 from oktopk.stats import StepStats
 
@@ -40,8 +42,8 @@ class LateMoments:
         self._last = last
         self._arrived: dict[str, Tensor] = {}
         self._betas: list[tuple[dict[str, Any], tuple[float, float]]] = []
-        # second moments, places, what they were and what they will be
-        self._due: list[tuple[Tensor, Any, Tensor, Tensor]] = []
+        # moments, places, what they were and what they will be
+        self._due: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._hooks: list[Any] = []
         if settings.late_moments or settings.beta1 is not None:
             _refuse_others(optimizer)
@@ -72,7 +74,7 @@ class LateMoments:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self._arrived = {
-            name: steps.to(self._parameters[name].device, copy=True)
+            name: steps.to(self._parameters[name].device, copy=True).contiguous()
             for name, steps in state.items()
             if name in self._parameters and not (steps == NEVER).all()
         }
@@ -96,8 +98,8 @@ class LateMoments:
 
     def _before(self) -> None:
         self._restore()  # after a step that raised
-        for square, where, was, _ in self._due:
-            square[where] = was
+        for moment, where, was, _ in self._due:
+            _set(moment, where, was)
         self._due = []
         stats = self._last()
         if stats is None or stats.skipped or _finds_inf(self._optimizer):
@@ -111,8 +113,8 @@ class LateMoments:
 
     def _after(self) -> None:
         self._restore()
-        for square, where, _, value in self._due:
-            square[where] = value
+        for moment, where, _, value in self._due:
+            _set(moment, where, value)
         self._due = []
 
     def _take_in(self, step: int) -> None:
@@ -121,32 +123,37 @@ class LateMoments:
         scale = 1.0 if scale is None else float(scale)
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
-                square = self._optimizer.state.get(parameter, {}).get("exp_avg_sq")
+                state = self._optimizer.state.get(parameter, {})
                 name = self._names.get(id(parameter))
-                if square is not None and parameter.grad is not None and name is not None:
+                if "exp_avg_sq" in state and parameter.grad is not None and name is not None:
                     beta = float(group["betas"][1])
-                    self._correct_(name, parameter.grad, square, beta, scale, step)
+                    self._correct_(name, parameter.grad, state, beta, scale, step)
 
     def _correct_(
-        self, name: str, grad: Tensor, square: Tensor, beta: float, scale: float, step: int
+        self,
+        name: str,
+        grad: Tensor,
+        state: dict[str, Tensor],
+        beta: float,
+        scale: float,
+        step: int,
     ) -> None:
         """Lower the second moment of what is late now, and set it after the step."""
         if name not in self._arrived:  # until now everything arrived at every step
-            self._arrived[name] = torch.full_like(grad, step - 1, dtype=torch.int32)
-        parts = grad, square, self._arrived[name]
-        if all(part.is_contiguous() for part in parts):  # one index is cheaper than several
-            parts = tuple(part.view(-1) for part in parts)
-        grad, square, arrived = parts
-        where = grad.nonzero(as_tuple=True)
-        age = (step - arrived[where]).float()
-        arrived[where] = step
-        late = age > 1
-        where, age = tuple(place[late] for place in where), age[late]
-        total = grad[where].float() / scale
-        was = square[where]
-        before, after = corrected(was.float(), total, age, beta)
-        square[where] = before.to(square.dtype)
-        self._due.append((square, where, was, after.to(square.dtype)))
+            self._arrived[name] = torch.full(grad.shape, step - 1, dtype=torch.int32).to(
+                grad.device
+            )
+        square = state["exp_avg_sq"]
+        flat, arrived = _flat(square), self._arrived[name].view(-1)
+        share = shares(beta, step + 2, grad.device)
+        where, was, after = kernels.take_late(_flat(grad), flat, arrived, step, share, beta, scale)
+        if flat.data_ptr() != square.data_ptr():
+            square.copy_(flat.view_as(square))
+        self._due.append((square, where, was, after))
+        if "max_exp_avg_sq" in state:  # AMSGrad's: the step itself may see more than was meant
+            peak = state["max_exp_avg_sq"]
+            was = _flat(peak)[where]
+            self._due.append((peak, where, was, was.maximum(after)))
 
     def _relieve(self, most: float) -> None:
         for group in self._optimizer.param_groups:
@@ -160,18 +167,34 @@ class LateMoments:
             group["betas"] = betas
 
 
-def corrected(square: Tensor, total: Tensor, age: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """What Adam's second moment must be before and after a step with sums of `age` gradients.
+@cache
+def _table(beta: float, length: int, device: torch.device) -> Tensor:
+    age = torch.arange(length, dtype=torch.float64)
+    return ((1 - beta**age) / age.clamp(min=1) ** EXPONENT).float().to(device)
 
-    After it, `(1 - beta^age) total^2 / age^1.5` was taken in: as many gradients as there were, each
-    as large as half-way between all signal and all noise; at age 1 that is what Adam takes in. So
-    before it must be lower, but not below 0: a sum that is all signal meets that limit from an age
-    of about 30 on, and its own step then sees more than was meant (2.8 times on average in a small
-    net at beta2 0.999); the steps after it see what was meant. AMSGrad keeps the larger one.
+
+def shares(beta: float, most: int, device: torch.device) -> Tensor:
+    """By age up to `most`: the share of a sum's square that Adam's second moment is to take in.
+
+    `(1 - beta^age) / age^1.5` is what as many gradients as there were come to, each as large as
+    half-way between all signal and all noise; at age 1 that is what Adam takes in. The moment is
+    lowered before the step for that, but not below 0: a sum that is all signal meets that limit
+    from an age of about 30 on, and its own step then sees more than was meant (2.8 times on average
+    in a small net at beta2 0.999); the steps after it see what was meant.
     """
-    after = beta * square + total.square() * (1 - beta**age) / age**EXPONENT
-    before = (after - (1 - beta) * total.square()) / beta
-    return before.clamp_(min=0), after
+    return _table(beta, 1 << most.bit_length(), device)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """In the order of indices; a copy where memory has another one (channels last)."""
+    return x.contiguous().view(-1)
+
+
+def _set(x: Tensor, where: Tensor, values: Tensor) -> None:
+    flat = _flat(x)
+    flat[where] = values
+    if flat.data_ptr() != x.data_ptr():
+        x.copy_(flat.view_as(x))
 
 
 def _finds_inf(optimizer: Any) -> bool:

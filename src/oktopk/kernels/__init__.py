@@ -142,3 +142,22 @@ def decode_indices(low: Tensor, high: Tensor, lo: int, low_bits: int, out: Tenso
 def add_at_(x: Tensor, sparse: Sparse, factor: float) -> None:
     """Add `sparse * factor` to x. O(num)."""
     form(x.device.type).add_at_(x, sparse, factor)
+
+
+def take_late(
+    grad: Tensor,
+    square: Tensor,
+    arrived: Tensor,
+    step: int,
+    shares: Tensor,
+    beta: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ready Adam's second moment for sums that arrive now (`grad` is not 0) after some steps.
+
+    `square` is lowered so that a step with `grad / scale` leaves it at `beta * square` and
+    `shares[age]` of the sum's square, but not below 0; `arrived` becomes `step`. Comes back: the
+    places that had to wait, and what `square` was there and is to be after the step. One read of n,
+    then O(k).
+    """
+    return form(grad.device.type).take_late(grad, square, arrived, step, shares, beta, scale)

@@ -115,6 +115,26 @@ def add_at_(x: Tensor, sparse: Sparse, factor: float) -> None:
     x[sparse.indices.long()] += sparse.values * factor  # no index twice
 
 
+def take_late(
+    grad: Tensor,
+    square: Tensor,
+    arrived: Tensor,
+    step: int,
+    shares: Tensor,
+    beta: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    where = grad.nonzero().squeeze(1)
+    age = step - arrived[where]
+    arrived[where] = step
+    where, age = where[age > 1], age[age > 1]
+    was, energy = square[where], (grad[where].float() / scale).square()
+    after = beta * was.float() + energy * shares[age.clamp(max=shares.numel() - 1).long()]
+    before = (after - (1 - beta) * energy) / beta
+    square[where] = before.clamp_(min=0).to(square.dtype)
+    return where, was, after.to(square.dtype)
+
+
 def decode_indices(low: Tensor, high: Tensor, lo: int, low_bits: int, out: Tensor) -> None:
     count = out.numel()
     numbers = torch.arange(count, device=low.device)

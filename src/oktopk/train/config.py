@@ -18,10 +18,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 from oktopk.methods import METHODS
+from oktopk.settings import Scope
 from oktopk.wire import Form
 
 SHIPPED = Path(__file__).parent / "configs"
 DEFAULT = "quickstart"
+
+
+SWITCH = ("remedies", "on", "off")  # remedies: as they say
 
 
 def option(default: Any, text: str, *choices: str) -> Any:
@@ -71,7 +75,12 @@ class Config:
     ramp_steps: int = option(0, "steps after them in which the density falls from 25 %")
     exact_every: int = option(32, "steps between exact thresholds over the whole model")
     bounds_every: int = option(64, "steps between agreements on the region bounds")
+    scope: str = option("model", "choose from the whole model or every bucket", *get_args(Scope))
     remedies: str = option("auto", "what suits the optimizer, or plain feedback", "auto", "none")
+    beta1: float = option(-1.0, "cap on Adam's first beta when sparse; -1: as remedies say")
+    advance: float = option(-1.0, "share of a sum delivered ahead; -1: as remedies say")
+    late_moments: str = option("remedies", "Adam takes a late sum as many gradients", *SWITCH)
+    follow_rate: str = option("remedies", "residuals follow the learning rate", *SWITCH)
 
     validate_every: int = option(5, "epochs between validations; first and last always")
     validate_batch: int = option(16, "utterances per validation batch")
@@ -93,12 +102,21 @@ class Config:
             choices = spec.metadata["choices"]
             if choices and value not in choices:
                 raise ValueError(f"{spec.name} must be one of {', '.join(choices)}, got {value!r}")
+        self._check_ranges()
+        for_adam = self.beta1 != -1 or self.late_moments == "on"
+        if for_adam and self.optimizer != "adamw":
+            raise ValueError(f"beta1 and late_moments are for adamw; optimizer is {self.optimizer}")
+
+    def _check_ranges(self) -> None:
         for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         for name in ("density", "lr_final"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
+        for name in ("beta1", "advance"):
+            if not (getattr(self, name) == -1 or 0 <= getattr(self, name) < 1):
+                raise ValueError(f"{name} must be in [0, 1), or -1, got {getattr(self, name)}")
         if self.lr <= 0:
             raise ValueError(f"lr must be positive, got {self.lr}")
 

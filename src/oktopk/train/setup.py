@@ -144,6 +144,19 @@ def make_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
     return SGD(model.parameters(), momentum=config.momentum, **common)
 
 
+def remedies(config: Config) -> dict[str, Any]:
+    """What the config says of remedies; the rest is as suits the optimizer."""
+    plain = {"late_moments": False, "beta1": None, "advance": 0.0, "follow_rate": False}
+    chosen: dict[str, Any] = plain if config.remedies == "none" else {}
+    for name in ("beta1", "advance"):
+        if getattr(config, name) != -1:
+            chosen[name] = getattr(config, name)
+    for name in ("late_moments", "follow_rate"):
+        if getattr(config, name) != "remedies":
+            chosen[name] = getattr(config, name) == "on"
+    return chosen
+
+
 def make_probe(config: Config, model: Lstman4, handle: Handle, comm: Comm) -> Probe | None:
     """The probe, where one is asked for."""
     if not config.probe_every:
@@ -180,7 +193,7 @@ def set_up(config: Config, comm: Comm, device: torch.device, place: Place) -> Ru
     optimizer = make_optimizer(config, model)
     handle = oktopk.attach(
         ddp,
-        optimizer=optimizer if config.remedies == "auto" else None,
+        optimizer=optimizer,
         method=config.method,
         density=config.density,
         wire=config.wire,
@@ -188,6 +201,8 @@ def set_up(config: Config, comm: Comm, device: torch.device, place: Place) -> Ru
         ramp_steps=config.ramp_steps,
         exact_every=config.exact_every,
         bounds_every=config.bounds_every,
+        scope=config.scope,
+        **remedies(config),
         clip_before=config.clip_before or None,
         total_steps=total if comm.rank == 0 else None,
         timeout=config.timeout,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from oktopk.compare.results import METRICS, Row, as_table, bytes_so_far, minutes_so_far
-from oktopk.report.curves import line
+from oktopk.report.curves import LOG, line
 from oktopk.report.page import Block, Figure, Section, paragraph, rounded, table, write_page
 from oktopk.report.record import Record
 from oktopk.report.thin import columns
@@ -41,7 +41,7 @@ def losses(records: list[Record]) -> list[Figure]:
             at = [x[part.stop - 1] for part in steps.slices]
             traces.append(line(record.folder.name, rounded(at), steps.mean("loss")))
         layout = _layout(axis, "loss")
-        layout["yaxis"] |= {"type": "log", "tickformat": "~g"}
+        layout["yaxis"] |= LOG
         figures.append(Figure(f"Training loss against {against}", traces, NOTE, layout))
     return figures
 

@@ -8,6 +8,9 @@ from oktopk.report.page import Figure, rounded
 from oktopk.report.record import Record
 from oktopk.report.thin import Columns, columns
 
+LOG = {"type": "log", "tickformat": "~g"}
+FEW = {"dtick": "D2"}  # 1, 2, 5: over two decades or less plotly would name every digit
+
 
 def line(name: str, x: list[Any], y: list[float | None], **more: Any) -> dict[str, Any]:
     """A curve; one with few points shows them."""
@@ -81,12 +84,18 @@ def compression(record: Record, steps: Columns) -> list[Figure]:
     ]
     note = "Of all entries of the gradient. One minus the result's share is the sparsity."
     return [
-        Figure("Entries kept", kept, note, _logarithmic("share", record, tickformat="~%")),
+        Figure("Entries kept", kept, note, _logarithmic("share", record, tickformat="~%", **FEW)),
         Figure(
-            "Compression ratio of each step", ratio, "", _logarithmic("times fewer bytes", record)
+            "Compression ratio of each step",
+            ratio,
+            "",
+            _logarithmic("times fewer bytes", record, **FEW),
         ),
         Figure(
-            "Thresholds: the smallest magnitude kept", limits, "", _logarithmic("magnitude", record)
+            "Thresholds: the smallest magnitude kept",
+            limits,
+            "",
+            _logarithmic("magnitude", record, **FEW),
         ),
     ]
 
@@ -126,7 +135,7 @@ def quality(record: Record) -> list[Figure]:
 
 def _logarithmic(title: str, record: Record, **more: Any) -> dict[str, Any]:
     layout = over_steps(title)
-    layout["yaxis"] |= {"type": "log", "tickformat": "~g"} | more
+    layout["yaxis"] |= LOG | more
     return with_phases(layout, record)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+from oktopk.report.curves import LOG
 from oktopk.report.page import Block, Figure, rounded
 from oktopk.report.record import Entry, Record
 from oktopk.report.spread import edges
 
 MOST = 60  # tensors with a bar of their own
 BY_SIZE = {
-    "xaxis": {"type": "log", "title": {"text": "magnitude"}, "tickformat": "~g"},
+    "xaxis": LOG | {"title": {"text": "magnitude"}},
     "yaxis": {"title": {"text": "share of the nonzero entries"}, "tickformat": "~%"},
 }
 
@@ -111,4 +112,6 @@ def _bars(title: str, values: dict[str, float], note: str, percent: bool = False
     trace = {"type": "bar", "orientation": "h", "x": shown, "y": names, "text": text}
     axis = {"tickformat": "~%"} if percent else {}
     layout = {"xaxis": axis, "height": 90 + 22 * len(names), "hovermode": "closest"}
-    return Figure(title, [trace | {"textposition": "auto", "showlegend": False}], note, layout)
+    return Figure(
+        title, [trace | {"textposition": "auto", "textangle": 0, "showlegend": False}], note, layout
+    )

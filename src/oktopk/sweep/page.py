@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from oktopk.compare.results import METRICS
+from oktopk.report.curves import LOG
 from oktopk.report.page import Figure, Section, paragraph, rounded, table, write_page
 from oktopk.sweep.results import Result, as_table, ranked
 from oktopk.sweep.space import Range
@@ -48,7 +49,7 @@ def slices(found: list[Result], space: dict[str, Range], metric: str) -> list[Fi
     figures = []
     for name, one in space.items():
         traces = _by_state([(result.values.get(name), result) for result in found])
-        scale = {"type": "log", "tickformat": "~g"} if one.by_ratio else {"type": "linear"}
+        scale = LOG if one.by_ratio else {"type": "linear"}
         title = f"{METRICS[metric]} against {name}"
         figures += _figure(title, traces, found, name, metric, **scale)
     return figures

@@ -292,7 +292,7 @@ def thawed(group) -> str:
     """A complex parameter that was frozen when `attach` looked, and is in DDP's buckets."""
     model = DistributedDataParallel(Complex(), process_group=group)
     model.module.turn.requires_grad_(False)
-    handle = oktopk.attach(model, timeout=6)
+    handle = oktopk.attach(model)
     model.module.turn.requires_grad_(True)
     model.module.forward = lambda: model.module.turn.abs().sum()
     try:

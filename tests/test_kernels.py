@@ -34,7 +34,7 @@ SPECIAL = [0.0, -0.0, 1.0, -1.0, math.nan, math.inf, -math.inf, 1e-40, -1e-40, 3
 THRESHOLDS = [1e-300, 1e-50, 1e-40, 1.0, 1e300, math.inf]
 LENGTHS = st.integers(0, 300)
 
-examples = settings(deadline=None, max_examples=60)  # no deadline: numba compiles on first use
+examples = settings(deadline=None, max_examples=30)  # no deadline: numba compiles on first use
 
 
 @pytest.fixture(scope="module", params=["reference", *kernels.FORMS])

@@ -22,9 +22,11 @@ over_methods = pytest.mark.parametrize("method", METHODS)
 
 @over_methods
 @pytest.mark.parametrize(
-    ("P", "steps"), [(16, 34), (64, 6), pytest.param(256, 1, marks=pytest.mark.slow)]
+    ("P", "steps"), [(16, 34), (64, 2), pytest.param(256, 1, marks=pytest.mark.slow)]
 )
 def test_laws_hold_for_many_simulated_ranks(P, steps, method):
+    if method != "oktopk":  # the others do the same at every step
+        steps = min(steps, 6)
     ranks = simulated(P, method, 1000, 0.05, "whole", steps)
     assert_nothing_is_lost(ranks, tolerance=0)
     assert_all_agree(ranks)

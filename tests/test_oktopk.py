@@ -28,15 +28,17 @@ from streams import STREAMS
 
 
 @pytest.mark.parametrize(
-    "stream",
+    ("stream", "steps"),
     [
-        "heavy",
-        "drifting",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gaussian", "laplace")),
+        ("drifting", 200),
+        *(
+            pytest.param(stream, 500, marks=pytest.mark.slow)
+            for stream in ("heavy", "drifting", "gaussian", "laplace")
+        ),
     ],
 )
-def test_counts_stay_near_k_for_500_steps(stream):
-    ranks = simulated(4, "oktopk", 5000, 0.02, stream, 500, torch.float32)
+def test_counts_stay_near_k_for_hundreds_of_steps(stream, steps):
+    ranks = simulated(4, "oktopk", 5000, 0.02, stream, steps, torch.float32)
     assert_k_means_k(ranks, "oktopk")
     assert_bill_is_bounded(ranks, value_bytes=4)
     assert_all_agree(ranks)
@@ -63,11 +65,11 @@ def test_a_jump_of_scale_is_met_in_the_same_step():
                 assert 0.9 * 60 <= step.stats.result <= 1.1 * 60, step.stats
 
 
-@pytest.mark.parametrize("most", [64, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [32, pytest.param(256, marks=pytest.mark.slow)])
 def test_words_do_not_grow_with_the_number_of_ranks(most):
     """The mean over ranks is 4k(P-1)/P words: the same at 8 and at 256 but for (P-1)/P."""
     k, words = 800, {}
-    for P, steps in ((8, 12), (32, 6), (most, 2)):
+    for P, steps in ((8, 12), (16, 6), (most, 2)):
         ranks = simulated(P, "oktopk", 40_000, 0.02, "heavy", steps, torch.float32, wire="plain")
         assert_bill_is_bounded(ranks, value_bytes=4)
         payload = [s.stats.bytes_sent - s.stats.bytes_header for done in ranks for s in done]
@@ -79,7 +81,7 @@ def test_words_do_not_grow_with_the_number_of_ranks(most):
 def test_ranks_in_each_others_regions_still_get_a_full_result():
     """At 2 to 5 ranks the mean of their cuts may be the worst there is; one owner mends it."""
     for P in (2, 3, 4, 5):
-        ranks = simulated(P, "oktopk", 10_000, 0.02, "apart", 100)
+        ranks = simulated(P, "oktopk", 10_000, 0.02, "apart", 70)
         assert_bill_is_bounded(ranks)
         assert_nothing_is_lost(ranks, tolerance=1e-12)
         short = [s.stats.step for s in ranks[0] if s.stats.result < 0.9 * s.stats.k]

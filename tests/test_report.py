@@ -75,6 +75,7 @@ def test_a_run_leaves_its_report(runs):
     assert (runs["whole"] / "report.html").is_file()
 
 
+SEEN = ("whole", "skipped")  # in the browser; the others there only in the slow tests
 SAYS = {
     "whole": ["The run finished: 12 steps in", "Training loss went from", "sparse at step 2."],
     "dense": ["It never reached the sparse phase (warmup_steps is 50), so no bytes were saved."],
@@ -196,7 +197,9 @@ def test_what_is_recorded_cannot_break_the_page():
 
 
 @pytest.mark.skipif(browser.BROWSER is None, reason="needs chromium: apt-get install chromium")
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in SEEN else pytest.mark.slow) for n in SAYS]
+)
 def test_a_browser_draws_every_figure_and_asks_nobody(runs, name, tmp_path):
     path = report(runs[name])
     seen = browser.look(path, tmp_path)

@@ -56,6 +56,7 @@ def test_a_healthy_run_says_what_matters_and_warns_of_nothing(corpus, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_a_run_too_short_for_the_sparse_phase_says_so_at_the_start(corpus, tmp_path):
     """As lstm_debug is: all of it is warm-up."""
     more = ("--max-steps", "2", "--warmup-steps", "9", "--workers", "1")

@@ -153,7 +153,8 @@ def take_late(
     beta: float,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Ready Adam's second moment for sums that arrive now (`grad` is not 0) after some steps.
+    """Ready Adam's second moment for sums that arrive now (`grad` is not 0, nor
+    subnormal) after some steps.
 
     `square` is lowered so that a step with `grad / scale` leaves it at `beta * square` and
     `shares[age]` of the sum's square, but not below 0; `arrived` becomes `step`. Comes back: the

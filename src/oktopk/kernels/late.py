@@ -10,8 +10,6 @@ from oktopk.kernels import reference
 from oktopk.kernels.selecting import select
 from oktopk.kernels.vector import compiled
 
-LEAST = 1.4e-45  # the smallest number above 0: what reaches it is not 0
-
 
 @compiled
 def _take_late(
@@ -46,7 +44,7 @@ def take_late(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if grad.dtype != torch.float32 or square.dtype != torch.float32:
         return reference.take_late(grad, square, arrived, step, shares, beta, scale)
-    found, num = select(grad, LEAST, grad.numel())
+    found, num = select(grad, reference.LEAST, grad.numel())
     assert found.indices is not None
     where, was, after = (torch.empty(num, dtype=t) for t in (torch.int64, *[torch.float32] * 2))
     numbers = np.float32(beta), np.float32(1 - beta), np.float32(scale)

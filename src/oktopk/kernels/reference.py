@@ -115,6 +115,10 @@ def add_at_(x: Tensor, sparse: Sparse, factor: float) -> None:
     x[sparse.indices.long()] += sparse.values * factor  # no index twice
 
 
+# what is smaller may be flushed to 0, and its square is 0 anyway
+LEAST = torch.finfo(torch.float32).smallest_normal
+
+
 def take_late(
     grad: Tensor,
     square: Tensor,
@@ -124,7 +128,7 @@ def take_late(
     beta: float,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    where = grad.nonzero().squeeze(1)
+    where = (grad.abs() < LEAST).logical_not_().nonzero().squeeze(1)
     age = step - arrived[where]
     arrived[where] = step
     where, age = where[age > 1], age[age > 1]

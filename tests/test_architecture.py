@@ -49,6 +49,7 @@ ORDER = [
     "meeting",
     "signin",
     "join",
+    "lifeline",
     "launch",
     "check",
     "report",

@@ -14,12 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from oktopk import launch
+from oktopk import launch, lifeline
 from oktopk.comm import Comm, TorchTransport
-from oktopk.join import _end_with_parent, joined
+from oktopk.join import joined
 from oktopk.launch import LaunchError, Place, find_place, start_workers, workers_to_start
 from oktopk.meeting import PORTS, first_host, meeting_point
 from oktopk.signin import _quota, device_of, threads
+from oktopk.train.child import started
+from oktopk.train.config import Config
 
 OF_LAUNCHERS = ("OKTOPK_", "OMPI_", "PMI", "MPI_", "SLURM_", "PBS_", "MASTER_", "TORCHELASTIC_")
 NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"}
@@ -319,6 +321,7 @@ def workers(tmp_path, monkeypatch, environ):
             f"rank, folder = int(os.environ['OKTOPK_RANK']), pathlib.Path({str(tmp_path)!r})\n"
             + script
         )
+        start(int).join()  # the fork server must find the real one
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     return prepare
@@ -390,20 +393,27 @@ def starter_main(folder: Path) -> None:
     sys.exit(start_workers(2, []))
 
 
-def test_workers_learn_that_their_starter_is_gone(workers, tmp_path):
+def comparing_main(folder: Path) -> None:
+    os.environ |= {"PYTHONPATH": str(folder), "OKTOPK_RANK": "0", "OKTOPK_SIZE": "1"}
+    with started(Config(), "quickstart", folder / "log") as run:
+        run.wait()
+
+
+@pytest.mark.parametrize(("main", "size"), [(starter_main, 2), (comparing_main, 1)])
+def test_what_was_started_learns_that_its_starter_is_gone(workers, tmp_path, main, size):
     workers(
         "(folder / f'{rank}.ready').touch()\n"
         "os.read(int(os.environ['OKTOPK_LINE']), 1)\n"
         "(folder / f'{rank}.gone').touch()\n"
     )
-    starter = start(starter_main, tmp_path)
+    starter = start(main, tmp_path)
     try:
-        wait_for(lambda: len(list(tmp_path.glob("*.ready"))) == 2)
+        wait_for(lambda: len(list(tmp_path.glob("*.ready"))) == size)
         assert not list(tmp_path.glob("*.gone"))
     finally:
         starter.kill()
         starter.join(10)
-    wait_for(lambda: len(list(tmp_path.glob("*.gone"))) == 2)
+    wait_for(lambda: len(list(tmp_path.glob("*.gone"))) == size)
 
 
 def wait_for(condition) -> None:
@@ -416,7 +426,7 @@ def wait_for(condition) -> None:
 
 def worker_main(line) -> None:
     os.environ["OKTOPK_LINE"] = str(line.fileno())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    lifeline.hold()
     time.sleep(60)
 
 

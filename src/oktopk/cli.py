@@ -7,6 +7,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+from oktopk import lifeline
 from oktopk.comm import ExchangeError
 from oktopk.methods import METHODS
 from oktopk.train.config import DEFAULT, FIELDS, nearest, shipped
@@ -191,6 +192,7 @@ def _add_lists(actions: argparse._SubParsersAction) -> None:
 def main() -> None:
     from oktopk.launch import LaunchError
 
+    lifeline.hold()
     whole = parser()
     args, unknown = whole.parse_known_args()
     if unknown:

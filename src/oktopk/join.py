@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -23,8 +22,6 @@ from oktopk.signin import device_of, sign_in, threads
 
 ALONE = Place("nobody", 0, 1, 0, 1)
 LEAVE_SECONDS = 5.0
-ORPHAN_SECONDS = 30.0
-"""What a worker has to save and leave when its starter is gone."""
 
 
 @contextmanager
@@ -35,8 +32,6 @@ def joined(place: Place | None, timeout: float) -> Iterator[torch.device]:
     of one. `timeout` seconds are the limit for meeting, and for each operation of the group.
     """
     place = place or ALONE
-    if place.launcher == "oktopk":
-        Thread(target=_end_with_parent, daemon=True).start()
     store, signed = sign_in(_meet(place, timeout), place, timeout)
     device = device_of(place, signed)
     if "OMP_NUM_THREADS" not in os.environ:
@@ -108,13 +103,3 @@ def _stay_on_loopback() -> None:
     names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     if names:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", names.pop())
-
-
-def _end_with_parent() -> None:
-    """Nobody waits for a worker whose starter is gone: the pipe between them closes then."""
-    line = int(os.environ["OKTOPK_LINE"])
-    os.set_inheritable(line, False)
-    os.read(line, 1)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(ORPHAN_SECONDS)
-    os._exit(1)

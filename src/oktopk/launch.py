@@ -25,6 +25,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from oktopk.join import joined
+from oktopk.lifeline import LINE, lifeline
 from oktopk.place import LaunchError, Place, find_place
 
 __all__ = ["LaunchError", "Place", "find_place", "joined", "start_workers", "workers_to_start"]
@@ -74,7 +75,7 @@ def start_workers(
     """
     store = dist.TCPStore(address, 0, None, True, wait_for_workers=False)
     command = [sys.executable, "-m", "oktopk", *argv]
-    with tempfile.TemporaryDirectory() as folder, _signals() as received, _lifeline() as line:
+    with tempfile.TemporaryDirectory() as folder, _signals() as received, lifeline() as line:
         said = [Path(folder, str(rank)) for rank in range(workers)]
         processes: list[subprocess.Popen] = []
         try:
@@ -103,7 +104,7 @@ def _worker_environment(rank: int, size: int, store: tuple[str, int], line: int)
         **os.environ,
         "OKTOPK_RANK": str(rank),
         "OKTOPK_SIZE": str(size),
-        "OKTOPK_LINE": str(line),
+        LINE: str(line),
         "MASTER_ADDR": store[0],
         "MASTER_PORT": str(store[1]),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -213,14 +214,3 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _lifeline() -> Iterator[int]:
-    """The end of a pipe that workers hold: it closes when this process is gone, however it ends."""
-    theirs, ours = os.pipe()
-    try:
-        yield theirs
-    finally:
-        os.close(theirs)
-        os.close(ours)

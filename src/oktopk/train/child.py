@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from oktopk.launch import AFTER_SIGNAL, LaunchError, find_place
+from oktopk.lifeline import LINE, lifeline
 from oktopk.train.config import Config, changes, load
 from oktopk.train.errors import RunError
 
@@ -51,17 +53,25 @@ def command_line(config: Config, base: str) -> str:
 def started(config: Config, base: str, log: Path) -> Iterator[subprocess.Popen]:
     """`oktopk train --resume` with its output in a file; it ends with the block, whatever ends it.
 
-    In a session of its own: Ctrl-C reaches this process, which passes it on once.
+    In a session of its own: Ctrl-C reaches this process, which passes it on once. It also ends when
+    this process is killed.
     """
     command = [sys.executable, "-m", "oktopk", "train", *flags(config, base), "--resume"]
-    with log.open("ab") as said:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
-        )
-    try:
-        yield process
-    finally:
-        end(process)
+    with lifeline() as line:
+        with log.open("ab") as said:
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, LINE: str(line)},
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                pass_fds=[line],
+                start_new_session=True,
+            )
+        try:
+            yield process
+        finally:
+            end(process)
 
 
 def end(process: subprocess.Popen, patience: float = PATIENCE) -> None:

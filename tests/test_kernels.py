@@ -249,6 +249,12 @@ def test_add_at_equals_the_reference(form, data, dtype, factor):
 
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
 @examples
+def test_least_magnitude_equals_the_reference(form, data, dtype):
+    check(form, "least_magnitude", data.draw(vectors(dtype, st.integers(1, 99))))
+
+
+@given(data=st.data(), dtype=st.sampled_from(DTYPES))
+@examples
 def test_count_reaching_equals_the_reference(form, data, dtype):
     x = data.draw(vectors(dtype, LENGTHS))
     check(form, "count_reaching", x, [0.0, 0.5, 1.0, 3.0])

@@ -81,7 +81,5 @@ class Tally:
 
 def smallest_magnitude(parts: list[Sparse]) -> float:
     """The threshold in effect; 0 when everything or nothing is kept. O(num)."""
-    kept = [
-        part.values.abs().min().item() for part in parts if part.indices is not None and part.num
-    ]
-    return min(kept, default=0.0)
+    kept = [part.values for part in parts if part.indices is not None and part.num]
+    return min((kernels.least_magnitude(values) for values in kept), default=0.0)

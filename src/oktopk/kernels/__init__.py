@@ -61,6 +61,11 @@ def all_finite(x: Tensor) -> bool:
     return form(x.device.type).all_finite(x)
 
 
+def least_magnitude(x: Tensor) -> float:
+    """The smallest |x| of one value or more, float32 or float64. One read of n."""
+    return form(x.device.type).least_magnitude(x)
+
+
 def kth_magnitude(x: Tensor, k: int) -> float:
     """The k-th largest |x|, exactly, for 1 <= k <= n. Two passes of counting, no sort: O(n)."""
     return form(x.device.type).kth_magnitude(x, k)

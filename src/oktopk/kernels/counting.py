@@ -37,6 +37,14 @@ def _largest(bits, sign_off):
 
 
 @compiled
+def _least(bits, sign_off):
+    least = sign_off
+    for i in range(bits.size):
+        least = min(least, bits[i] & sign_off)
+    return least
+
+
+@compiled
 def _count_bins(bits, sign_off, start, shift, counts):
     for i in range(bits.size):
         counts[min(((bits[i] & sign_off) - start) >> shift, counts.size - 1)] += 1
@@ -76,6 +84,12 @@ def all_finite(x: Tensor) -> bool:
     infinity = torch.tensor(torch.inf, dtype=x.dtype).numpy().view(bits.dtype)
     sign_off = bits.dtype.type((1 << (bits.itemsize * 8 - 1)) - 1)
     return bool(_largest(bits, sign_off) < infinity)
+
+
+def least_magnitude(x: Tensor) -> float:
+    bits = x.detach().numpy().view(UNSIGNED[x.dtype])
+    sign_off = bits.dtype.type((1 << (bits.itemsize * 8 - 1)) - 1)
+    return bits.dtype.type(_least(bits, sign_off)).view(x.numpy().dtype).item()
 
 
 def kth_magnitude(x: Tensor, k: int) -> float:

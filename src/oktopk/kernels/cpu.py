@@ -12,6 +12,7 @@ from torch import Tensor
 from oktopk.kernels.counting import all_finite as all_finite
 from oktopk.kernels.counting import count_reaching as count_reaching
 from oktopk.kernels.counting import kth_magnitude as kth_magnitude
+from oktopk.kernels.counting import least_magnitude as least_magnitude
 from oktopk.kernels.counting import trim as trim
 from oktopk.kernels.late import take_late as take_late
 from oktopk.kernels.packing import decode_indices as decode_indices

@@ -21,6 +21,7 @@ from oktopk.kernels.reference import all_finite as all_finite
 from oktopk.kernels.reference import count_reaching as count_reaching
 from oktopk.kernels.reference import decode_indices as decode_indices
 from oktopk.kernels.reference import encode_indices as encode_indices
+from oktopk.kernels.reference import least_magnitude as least_magnitude
 from oktopk.kernels.reference import take_late as take_late
 from oktopk.kernels.reference import trim as trim
 from oktopk.sparse import Sparse

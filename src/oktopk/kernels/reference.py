@@ -12,6 +12,10 @@ def all_finite(x: Tensor) -> bool:
     return bool(torch.isfinite(x).all())
 
 
+def least_magnitude(x: Tensor) -> float:
+    return x.abs().view(INTEGER[x.dtype]).min().view(x.dtype).item()  # no NaN, if there is another
+
+
 def kth_magnitude(x: Tensor, k: int) -> float:
     return x.abs().kthvalue(x.numel() - k + 1).values.item()
 

@@ -80,6 +80,21 @@ def check(form, name, *args):
     assert bits(run(form, name, *args)) == bits(run(reference, name, *args))
 
 
+def check_into(form, x, grad, capacity):
+    """What is written to given room is what would come in new tensors, counted from a base."""
+    plain, count = reference.accumulate_select(x.clone(), grad.clone(), 0.75, capacity)
+    room = (
+        torch.full([capacity + kernels.SLACK], -1, dtype=torch.int32),
+        x.new_zeros(capacity + kernels.SLACK),
+    )
+    run_on = run(form, "accumulate_select", x, grad, 0.75, capacity, room, 9)
+    (found, seen), into = run_on[0], run_on[5]
+    assert seen == count and found.numel == 9 + x.numel()
+    assert bits(found.values) == bits(plain.values)
+    assert found.indices.tolist() == (plain.indices + 9).tolist()
+    assert into[0][: found.num].equal(found.indices)
+
+
 def joined(parts):
     """Selections as they arrive: all indices, all values, and how many of each."""
     indices = torch.cat([part.indices for part in parts])
@@ -160,7 +175,9 @@ def test_settle_equals_the_reference(form, data, dtypes, divisor):
     grad = data.draw(vectors(dtypes[1], st.just(residual.numel())))
     result, local = (data.draw(sparses(0, residual.numel(), dtypes[0])) for _ in range(2))
     factor = data.draw(st.sampled_from([1.0, 1.3]))
-    check(form, "settle_", grad, residual, result, local, divisor, factor)
+    for base in (0, 7):
+        moved = [Sparse(s.indices + base, s.values, s.numel + base) for s in (result, local)]
+        check(form, "settle_", grad, residual, *moved, divisor, factor, base)
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -170,6 +187,7 @@ def test_sizes_around_a_word_and_a_block(form, n, dtype):
     for capacity in (0, 1, n // 3, n):
         check(form, "select", x, 0.75, capacity)
         check(form, "accumulate_select", x, grad, 0.75, capacity)
+        check_into(form, x, grad, capacity)
     for k in range(1, n + 1, max(n // 3, 1)):
         check(form, "kth_magnitude", x, k)
     parts = [reference.select(part, 0.75, n)[0] for part in (x, grad, x + grad)]
@@ -244,7 +262,8 @@ def test_trim_is_within_a_percent_of_k(form):
 @examples
 def test_add_at_equals_the_reference(form, data, dtype, factor):
     x = data.draw(vectors(dtype, st.integers(0, 60)))
-    check(form, "add_at_", x, data.draw(sparses(0, x.numel(), dtype)), factor)
+    there = data.draw(sparses(5, 5 + x.numel(), dtype))
+    check(form, "add_at_", x, there, factor, 5)
 
 
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))

@@ -218,12 +218,13 @@ def test_threads_find_the_same_candidates(monkeypatch, threads):
     monkeypatch.setattr("oktopk.kernels.SPAN", 1000)
     monkeypatch.setattr("torch.get_num_threads", lambda: threads)
     x, grad = (torch.randn(5000, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
-    found = Candidates(2.5, 5000)
+    room = torch.empty(5000 + kernels.SLACK, dtype=torch.int32), torch.empty(5000 + kernels.SLACK)
+    found = Candidates(2.5, 5000, room)
     residual = x.clone()
     found.find(residual, grad.clone())
-    assert len(found.parts) == threads and residual.equal(x + grad)
+    assert len(kernels.spans(x)) == threads and residual.equal(x + grad)
     whole, count = kernels.select(x + grad, 2.5, 5000)
-    joined = found.joined()
+    joined = found.selection
     assert found.count == count and joined.numel == 5000
     assert joined.indices.equal(whole.indices) and joined.values.equal(whole.values)
 

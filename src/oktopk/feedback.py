@@ -28,6 +28,7 @@ def settle_(
             residual.zero_()
         return
     assert residual is not None
-    kernels.settle_(grad, residual, result, exchanged.offered, size, 1 + advance)
+    base = exchanged.base
+    kernels.settle_(grad, residual, result, exchanged.offered, size, 1 + advance, base)
     for sums in exchanged.returned:  # one by one: indices are unique within each
-        kernels.add_at_(residual, sums, 1 + advance)
+        kernels.add_at_(residual, sums, 1 + advance, base)

@@ -40,12 +40,12 @@ def grouped(buckets: list[Bucket], least: int) -> list[range]:
 
 
 def narrow(sparse: Sparse, lo: int, hi: int) -> Sparse:
-    """The entries with lo <= index < hi, as a selection of that range. Views, but the indices."""
+    """The entries with lo <= index < hi, as views: their indices stay as they are."""
     assert sparse.indices is not None
     edges = torch.tensor([lo, hi - 1], dtype=torch.int32, device=sparse.indices.device)
     start = int(torch.searchsorted(sparse.indices, edges[0]))
     end = int(torch.searchsorted(sparse.indices, edges[1], right=True))
-    return Sparse(sparse.indices[start:end] - lo, sparse.values[start:end], hi - lo)
+    return Sparse(sparse.indices[start:end], sparse.values[start:end], hi)
 
 
 def by_bucket(exchanged: Exchanged, group: range, buckets: list[Bucket]) -> dict[int, Exchanged]:
@@ -64,6 +64,7 @@ def by_bucket(exchanged: Exchanged, group: range, buckets: list[Bucket]) -> dict
             tuple(narrow(cut, lo, hi) for cut in exchanged.returned),
             exchanged.imbalance,
             0 if i else exchanged.sent,  # all of it, once
+            lo,
         )
     return parts
 

@@ -39,6 +39,20 @@ def acc_dtype(grad: Tensor) -> torch.dtype:
     return torch.promote_types(grad.dtype, torch.float32)
 
 
+Room = tuple[Tensor, Tensor]
+"""Where indices and values of a selection go."""
+
+
+def placed(sparse: Sparse, into: Room | None, base: int) -> Sparse:
+    """The same entries with indices from `base` on, in the room for them if there is one."""
+    assert sparse.indices is not None
+    numel = base + sparse.numel
+    if into is None:
+        return Sparse(sparse.indices + base, sparse.values, numel)
+    indices, values = (room[: sparse.num] for room in into)
+    return Sparse(indices.copy_(sparse.indices + base), values.copy_(sparse.values), numel)
+
+
 def empty(numel: int, like: Tensor) -> Sparse:
     """No entry at all, in the dtype and on the device of `like`."""
     return Sparse(like.new_empty(0, dtype=torch.int32), like.new_empty(0), numel)

@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from oktopk.sparse import Sparse
+from oktopk.sparse import Room, Sparse
 
 T = TypeVar("T")
 
@@ -38,6 +38,7 @@ def form(device_type: str) -> ModuleType:
 
 
 SPAN = 2**21  # values worth a thread of their own
+SLACK = 64  # entries a kernel may write behind those that count
 
 
 @cache
@@ -45,15 +46,18 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="oktopk-kernel")
 
 
-def side_by_side(work: Callable[[slice], T], x: Tensor) -> list[T]:
-    """`work` on spans of x, in order; on a CPU with several threads (torch's) all at once."""
-    spans = 1
+def spans(x: Tensor) -> list[slice]:
+    """Parts of x, in order, that are worth a thread each; on a CPU as many as torch has threads."""
+    num = 1
     if x.device.type == "cpu":
-        spans = max(1, min(torch.get_num_threads(), x.numel() // SPAN))
-    if spans == 1:
-        return [work(slice(0, x.numel()))]
-    edges = [x.numel() * i // spans for i in range(spans + 1)]
-    return list(_pool(spans).map(work, [slice(lo, hi) for lo, hi in pairwise(edges)]))
+        num = max(1, min(torch.get_num_threads(), x.numel() // SPAN))
+    edges = [x.numel() * i // num for i in range(num + 1)]
+    return [slice(lo, hi) for lo, hi in pairwise(edges)]
+
+
+def side_by_side(work: Callable[[slice], T], parts: list[slice]) -> list[T]:
+    """`work` on all parts at once."""
+    return list(_pool(len(parts)).map(work, parts))
 
 
 def all_finite(x: Tensor) -> bool:
@@ -102,10 +106,20 @@ def accumulate_(residual: Tensor, grad: Tensor) -> None:
 
 
 def accumulate_select(
-    residual: Tensor, grad: Tensor, threshold: float, capacity: int
+    residual: Tensor,
+    grad: Tensor,
+    threshold: float,
+    capacity: int,
+    into: Room | None = None,
+    base: int = 0,
 ) -> tuple[Sparse, int]:
-    """`accumulate_`, then `select` from what `residual` has become, in one pass over both."""
-    return form(residual.device.type).accumulate_select(residual, grad, threshold, capacity)
+    """`accumulate_`, then `select` from what `residual` has become, in one pass over both.
+
+    Indices count from `base`. They and the values are written to `into`, which has room for
+    `capacity + SLACK`, and come back as views of it; None makes new ones.
+    """
+    kernel = form(residual.device.type).accumulate_select
+    return kernel(residual, grad, threshold, capacity, into, base)
 
 
 def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) -> Sparse:
@@ -124,13 +138,14 @@ def settle_(
     offered: Sparse,
     divisor: int,
     factor: float = 1.0,
+    base: int = 0,
 ) -> None:
     """`grad` becomes `result * factor / divisor`; where `offered` and `result` meet, `residual`
-    is less by `offered * factor`, which is 0 for what was offered whole.
+    is less by `offered * factor`, which is 0 for what was offered whole. Indices count from `base`.
 
     One write of n, then O(|result| + |offered|).
     """
-    form(grad.device.type).settle_(grad, residual, result, offered, divisor, factor)
+    form(grad.device.type).settle_(grad, residual, result, offered, divisor, factor, base)
 
 
 def encode_indices(indices: Tensor, lo: int, low_bits: int, low: Tensor, high: Tensor) -> None:
@@ -144,9 +159,9 @@ def decode_indices(low: Tensor, high: Tensor, lo: int, low_bits: int, out: Tenso
     form(low.device.type).decode_indices(low, high, lo, low_bits, out)
 
 
-def add_at_(x: Tensor, sparse: Sparse, factor: float) -> None:
-    """Add `sparse * factor` to x. O(num)."""
-    form(x.device.type).add_at_(x, sparse, factor)
+def add_at_(x: Tensor, sparse: Sparse, factor: float, base: int = 0) -> None:
+    """Add `sparse * factor` to x; indices count from `base`. O(num)."""
+    form(x.device.type).add_at_(x, sparse, factor, base)
 
 
 def take_late(

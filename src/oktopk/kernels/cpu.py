@@ -59,42 +59,42 @@ def _merge(indices, values, starts, ends, lo, width, sums, touched, out_indices,
 
 
 @compiled
-def _settle(grad, residual, result, sums, indices, values, factor, divisor):
+def _settle(grad, residual, result, sums, indices, values, factor, divisor, base):
     """Zeros and results in one walk, so that a cache line of grad is written once."""
     zeroed = i = 0
     for j in range(result.size):
         if j + SOON < result.size:
-            prefetch(residual, np.intp(result[j + SOON]))
-        at = np.intp(result[j])
+            prefetch(residual, np.intp(result[j + SOON]) - base)
+        at = np.intp(result[j]) - base
         if at >= zeroed:
             end = min((at // PAGE + 1) * PAGE, grad.size)
             grad[zeroed:end] = 0
             zeroed = end
         grad[at] = sums[j] * factor / divisor
-        while i < indices.size and indices[i] < at:
+        while i < indices.size and indices[i] < result[j]:
             i += 1
-        if i < indices.size and indices[i] == at:
+        if i < indices.size and indices[i] == result[j]:
             residual[at] -= values[i] * factor
     grad[zeroed:] = 0
 
 
 @compiled
-def _take_common(residual, result, indices, values, factor):
+def _take_common(residual, result, indices, values, factor, base):
     """Take `values` off at the indices both lists have; both ascend, so one walk finds them."""
     i = 0
     for j in range(result.size):
         while i < indices.size and indices[i] < result[j]:
             i += 1
         if i < indices.size and indices[i] == result[j]:
-            residual[result[j]] -= values[i] * factor
+            residual[result[j] - base] -= values[i] * factor
 
 
 @compiled
-def _add_at(x, indices, values, factor):
+def _add_at(x, indices, values, factor, base):
     for i in range(indices.size):
         if i + SOON < indices.size:
-            prefetch(x, np.intp(indices[i + SOON]))
-        x[indices[i]] += values[i] * factor
+            prefetch(x, np.intp(indices[i + SOON]) - base)
+        x[indices[i] - base] += values[i] * factor
 
 
 def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) -> Sparse:
@@ -118,21 +118,28 @@ def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) 
 
 
 def settle_(
-    grad: Tensor, residual: Tensor, result: Sparse, offered: Sparse, divisor: int, factor: float
+    grad: Tensor,
+    residual: Tensor,
+    result: Sparse,
+    offered: Sparse,
+    divisor: int,
+    factor: float,
+    base: int = 0,
 ) -> None:
     assert result.indices is not None and offered.indices is not None
     number = result.values.numpy().dtype.type
     where, ours = result.indices.numpy(), (offered.indices.numpy(), offered.values.numpy())
     if grad.dtype == result.values.dtype:
-        sums = where, result.values.numpy()
-        _settle(grad.numpy(), residual.numpy(), *sums, *ours, number(factor), number(divisor))
+        lists = where, result.values.numpy(), *ours
+        numbers = number(factor), number(divisor)
+        _settle(grad.numpy(), residual.numpy(), *lists, *numbers, base)
     else:
         grad.zero_()
-        grad[result.indices.long()] = (result.values * factor / divisor).to(grad.dtype)
-        _take_common(residual.numpy(), where, *ours, number(factor))
+        grad[result.indices.long() - base] = (result.values * factor / divisor).to(grad.dtype)
+        _take_common(residual.numpy(), where, *ours, number(factor), base)
 
 
-def add_at_(x: Tensor, sparse: Sparse, factor: float) -> None:
+def add_at_(x: Tensor, sparse: Sparse, factor: float, base: int = 0) -> None:
     assert sparse.indices is not None
     values = sparse.values.numpy()
-    _add_at(x.numpy(), sparse.indices.numpy(), values, values.dtype.type(factor))
+    _add_at(x.numpy(), sparse.indices.numpy(), values, values.dtype.type(factor), base)

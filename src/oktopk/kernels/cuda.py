@@ -24,7 +24,7 @@ from oktopk.kernels.reference import encode_indices as encode_indices
 from oktopk.kernels.reference import least_magnitude as least_magnitude
 from oktopk.kernels.reference import take_late as take_late
 from oktopk.kernels.reference import trim as trim
-from oktopk.sparse import Sparse
+from oktopk.sparse import Room, Sparse, placed
 
 BLOCK = 4096  # values per program
 # no fused multiply-add: there is none to fuse, and unset it makes Triton 3.9 warn
@@ -203,11 +203,17 @@ def accumulate_(residual: Tensor, grad: Tensor) -> None:
 
 
 def accumulate_select(
-    residual: Tensor, grad: Tensor, threshold: float, capacity: int
+    residual: Tensor,
+    grad: Tensor,
+    threshold: float,
+    capacity: int,
+    into: Room | None = None,
+    base: int = 0,
 ) -> tuple[Sparse, int]:
     level, counts = _level(threshold, residual), _counts(residual)
     _launch(_add_count, residual.numel(), residual, grad, level, counts)
-    return _compact(residual, level, residual, counts, capacity)
+    found, count = _compact(residual, level, residual, counts, capacity)
+    return placed(found, into, base), count
 
 
 def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) -> Sparse:
@@ -224,16 +230,23 @@ def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) 
 
 
 def settle_(
-    grad: Tensor, residual: Tensor, result: Sparse, offered: Sparse, divisor: int, factor: float
+    grad: Tensor,
+    residual: Tensor,
+    result: Sparse,
+    offered: Sparse,
+    divisor: int,
+    factor: float,
+    base: int = 0,
 ) -> None:
     assert result.indices is not None and offered.indices is not None
+    found, ours = result.indices - base, offered.indices - base
     # divided by a tensor: by a number, torch multiplies with the reciprocal on a GPU, which rounds
     # twice; and in torch, since Triton's own division is approximate
     quotients = (result.values * factor / result.values.new_full((), divisor)).to(grad.dtype)
     grad.zero_()
-    _launch(_scatter, result.num, grad, result.indices, quotients)
+    _launch(_scatter, result.num, grad, found, quotients)
     num_halvings = result.num.bit_length()
     # multiplied in torch: Triton would fuse it with the subtraction, which rounds once
     taken = offered.values * factor
-    args = residual, result.indices, result.num, num_halvings, offered.indices, taken
+    args = residual, found, result.num, num_halvings, ours, taken
     _launch(_take_common, offered.num, *args)

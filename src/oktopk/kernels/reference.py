@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from oktopk.sparse import Sparse
+from oktopk.sparse import Room, Sparse, placed
 
 
 def all_finite(x: Tensor) -> bool:
@@ -75,10 +75,16 @@ def accumulate_(residual: Tensor, grad: Tensor) -> None:
 
 
 def accumulate_select(
-    residual: Tensor, grad: Tensor, threshold: float, capacity: int
+    residual: Tensor,
+    grad: Tensor,
+    threshold: float,
+    capacity: int,
+    into: Room | None = None,
+    base: int = 0,
 ) -> tuple[Sparse, int]:
     accumulate_(residual, grad)
-    return select(residual, threshold, capacity)
+    found, count = select(residual, threshold, capacity)
+    return placed(found, into, base), count
 
 
 def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) -> Sparse:
@@ -94,15 +100,21 @@ def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) 
 
 
 def settle_(
-    grad: Tensor, residual: Tensor, result: Sparse, offered: Sparse, divisor: int, factor: float
+    grad: Tensor,
+    residual: Tensor,
+    result: Sparse,
+    offered: Sparse,
+    divisor: int,
+    factor: float,
+    base: int = 0,
 ) -> None:
     assert result.indices is not None and offered.indices is not None
     # by a tensor: by a number, CUDA multiplies with the reciprocal, which rounds twice
     quotients = result.values * factor / result.values.new_full((), divisor)
     grad.zero_()
-    grad[result.indices.long()] = quotients.to(grad.dtype)
+    grad[result.indices.long() - base] = quotients.to(grad.dtype)
     common = torch.isin(offered.indices, result.indices)
-    residual[offered.indices[common].long()] -= offered.values[common] * factor
+    residual[offered.indices[common].long() - base] -= offered.values[common] * factor
 
 
 def encode_indices(indices: Tensor, lo: int, low_bits: int, low: Tensor, high: Tensor) -> None:
@@ -114,9 +126,9 @@ def encode_indices(indices: Tensor, lo: int, low_bits: int, low: Tensor, high: T
     high.copy_(_words(ones, high.numel()))
 
 
-def add_at_(x: Tensor, sparse: Sparse, factor: float) -> None:
+def add_at_(x: Tensor, sparse: Sparse, factor: float, base: int = 0) -> None:
     assert sparse.indices is not None
-    x[sparse.indices.long()] += sparse.values * factor  # no index twice
+    x[sparse.indices.long() - base] += sparse.values * factor  # no index twice
 
 
 # what is smaller may be flushed to 0, and its square is 0 anyway

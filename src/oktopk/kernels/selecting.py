@@ -17,24 +17,24 @@ from torch import Tensor
 
 from oktopk.kernels.counting import bits_of
 from oktopk.kernels.vector import WIDTH, add_hit_word, compiled, hit_word, lowest_bit, num_bits
-from oktopk.sparse import Sparse
+from oktopk.sparse import Room, Sparse
 
 AHEAD = 3  # slots written per word before looking how many hits there were
 
 
 @compiled
-def _emit(word, x, start, indices, values, count):
+def _emit(word, x, start, base, indices, values, count):
     """Write the hits of one word. Needs room for a whole word and one value behind it in x."""
     end = count + np.intp(num_bits(word))
     for ahead in range(AHEAD):
         at = start + np.intp(lowest_bit(word))
-        indices[count + ahead] = at
+        indices[count + ahead] = at + base
         values[count + ahead] = x[at]
         word &= word - np.uint32(1)
     slot = count + AHEAD
     while word:
         at = start + np.intp(lowest_bit(word))
-        indices[slot] = at
+        indices[slot] = at + base
         values[slot] = x[at]
         word &= word - np.uint32(1)
         slot += 1
@@ -42,11 +42,11 @@ def _emit(word, x, start, indices, values, count):
 
 
 @compiled
-def _select_tail(x, level, capacity, indices, values, start, count):
+def _select_tail(x, level, capacity, base, indices, values, start, count):
     for i in range(start, x.size):
         if not abs(x[i]) < level:  # a NaN is a hit here too
             if count <= capacity:
-                indices[count] = i
+                indices[count] = i + base
                 values[count] = x[i]
             count += 1
     return count
@@ -59,10 +59,10 @@ def _select(x, level, threshold, capacity, indices, values):
     for word in range(num_words):
         hits = hit_word(x, word * WIDTH, threshold)
         if count <= capacity:
-            count = _emit(hits, x, word * WIDTH, indices, values, count)
+            count = _emit(hits, x, word * WIDTH, 0, indices, values, count)
         else:
             count += np.intp(num_bits(hits))
-    return _select_tail(x, level, capacity, indices, values, num_words * WIDTH, count)
+    return _select_tail(x, level, capacity, 0, indices, values, num_words * WIDTH, count)
 
 
 @compiled
@@ -74,29 +74,29 @@ def _accumulate(acc, grad):
 
 
 @compiled
-def _accumulate_select(acc, grad, level, threshold, capacity, indices, values):
+def _accumulate_select(acc, grad, level, threshold, capacity, base, indices, values):
     count = 0
     num_words = max(acc.size // WIDTH - 1, 0)
     for word in range(num_words):
         hits = add_hit_word(acc, grad, word * WIDTH, threshold)
         if count <= capacity:
-            count = _emit(hits, acc, word * WIDTH, indices, values, count)
+            count = _emit(hits, acc, word * WIDTH, base, indices, values, count)
         else:
             count += np.intp(num_bits(hits))
     start = num_words * WIDTH
     _accumulate(acc[start:], grad[start:])
-    return _select_tail(acc, level, capacity, indices, values, start, count)
+    return _select_tail(acc, level, capacity, base, indices, values, start, count)
 
 
-def _room(x: Tensor, capacity: int) -> tuple[int, Tensor, Tensor]:
+def _room(x: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     # the compiled loops stop writing once they are past the capacity, at most one word later
-    capacity = min(capacity, x.numel())
     slots = capacity + WIDTH + AHEAD
-    return capacity, torch.empty(slots, dtype=torch.int32), torch.empty(slots, dtype=x.dtype)
+    return torch.empty(slots, dtype=torch.int32), torch.empty(slots, dtype=x.dtype)
 
 
 def select(x: Tensor, threshold: float, capacity: int) -> tuple[Sparse, int]:
-    capacity, indices, values = _room(x, capacity)
+    capacity = min(capacity, x.numel())
+    indices, values = _room(x, capacity)
     level, bits = bits_of(threshold, x)
     count = _select(x.numpy(), level, bits, capacity, indices.numpy(), values.numpy())
     num = min(count, capacity)
@@ -108,12 +108,17 @@ def accumulate_(residual: Tensor, grad: Tensor) -> None:
 
 
 def accumulate_select(
-    residual: Tensor, grad: Tensor, threshold: float, capacity: int
+    residual: Tensor,
+    grad: Tensor,
+    threshold: float,
+    capacity: int,
+    into: Room | None = None,
+    base: int = 0,
 ) -> tuple[Sparse, int]:
-    capacity, indices, values = _room(residual, capacity)
+    capacity = min(capacity, residual.numel())
+    indices, values = _room(residual, capacity) if into is None else into
     level, bits = bits_of(threshold, residual)
-    count = _accumulate_select(
-        residual.numpy(), grad.numpy(), level, bits, capacity, indices.numpy(), values.numpy()
-    )
+    args = residual.numpy(), grad.numpy(), level, bits, capacity, base
+    count = _accumulate_select(*args, indices.numpy(), values.numpy())
     num = min(count, capacity)
-    return Sparse(indices[:num], values[:num], residual.numel()), count
+    return Sparse(indices[:num], values[:num], base + residual.numel()), count

@@ -45,6 +45,9 @@ class Exchanged:
     sent: int = 0
     """Entries this rank sent, riders among them, each as often as it was."""
 
+    base: int = 0
+    """What indices count from: where a bucket begins among those it was exchanged with."""
+
 
 def dense(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -> Exchanged:
     """Sum everything. One allreduce: 2n(P-1)/P words."""

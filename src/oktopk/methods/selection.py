@@ -8,14 +8,14 @@ have a scout: they were found in the pass that added the gradient.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from oktopk import kernels
 from oktopk.methods.state import Level, State, slope_between
-from oktopk.sparse import Sparse, empty
+from oktopk.sparse import Room, Sparse, empty, placed
 
 BAND = 0.1  # counts may be this fraction off k
 AIM = 1.1  # candidates wanted, in k: enough to hold k when the scale moved a little
@@ -107,41 +107,48 @@ class Candidates:
     """What reached a threshold somewhat below the one that k entries should reach."""
 
     low: float
-    room: int
+    most: int
     """Entries there is room for."""
 
-    parts: list[Sparse] = field(default_factory=list)
-    """The entries of consecutive parts of acc."""
+    room: Room
+    """For indices and values of all parts of acc, one after the other."""
+
+    numel: int = 0
+    """Length of the parts seen."""
+
+    num: int = 0
+    """Entries found."""
 
     count: int = 0
-    """How many reached it, also where there was no room."""
-
-    def add(self, part: Sparse, count: int) -> None:
-        self.parts.append(part)
-        self.count += count
+    """How many there were, also those without room."""
 
     def find(self, residual: Tensor, grad: Tensor) -> None:
         """Add the gradient to its part of acc, and what reaches the threshold to the candidates."""
+        parts = kernels.spans(residual)
+        if len(parts) == 1:
+            self._note(*self._found(residual, grad, self._left))
+            return
+        apart = kernels.side_by_side(lambda s: self._found(residual[s], grad[s], None), parts)
+        for sparse, count in apart:
+            self._note(placed(sparse, self._left, self.numel), count)
 
-        def one(span: slice) -> tuple[Sparse, int]:
-            return kernels.accumulate_select(residual[span], grad[span], self.low, self.room)
+    @property
+    def selection(self) -> Sparse:
+        indices, values = self.room
+        return Sparse(indices[: self.num], values[: self.num], self.numel)
 
-        for found in kernels.side_by_side(one, residual):
-            self.add(*found)
+    @property
+    def _left(self) -> Room:
+        return self.room[0][self.num :], self.room[1][self.num :]
 
-    def joined(self) -> Sparse:
-        if len(self.parts) == 1:
-            return self.parts[0]
-        first = self.parts[0]
-        assert first.indices is not None
-        indices = first.indices.new_empty(sum(part.num for part in self.parts))
-        numel = end = 0
-        for part in self.parts:
-            assert part.indices is not None
-            end += part.num
-            torch.add(part.indices, numel, out=indices[end - part.num : end])
-            numel += part.numel
-        return Sparse(indices, torch.cat([part.values for part in self.parts]), numel)
+    def _found(self, residual: Tensor, grad: Tensor, into: Room | None) -> tuple[Sparse, int]:
+        base = 0 if into is None else self.numel
+        left = self.most - self.num
+        return kernels.accumulate_select(residual, grad, self.low, left, into, base)
+
+    def _note(self, found: Sparse, count: int) -> None:
+        self.num, self.numel = self.num + found.num, found.numel
+        self.count += count
 
 
 def scout(acc: Tensor, k: int, state: State) -> Candidates | None:
@@ -149,7 +156,17 @@ def scout(acc: Tensor, k: int, state: State) -> Candidates | None:
     level = state.local
     if level is None or not 0 < k < acc.numel() or state.step % state.exact_every == 0:
         return None
-    return Candidates(max(level.at(AIM), smallest(acc)), int(ROOM * k))
+    most = int(ROOM * k)
+    return Candidates(max(level.at(AIM), smallest(acc)), most, _room(state, most, acc))
+
+
+def _room(state: State, most: int, acc: Tensor) -> Room:
+    """The room of the last step, if it is enough: fresh memory costs a fault per page."""
+    kept, needed = state.room, most + kernels.SLACK
+    if kept is None or kept[0].numel() < needed or kept[1].dtype != acc.dtype:
+        kept = acc.new_empty(needed, dtype=torch.int32), acc.new_empty(needed)
+        state.room = kept
+    return kept
 
 
 def near_exact(acc: Tensor, k: int, state: State, found: Candidates | None) -> Sparse:
@@ -161,10 +178,10 @@ def near_exact(acc: Tensor, k: int, state: State, found: Candidates | None) -> S
     alone: no collective depends on it.
     """
     level = state.local
-    if found is None or not (1 - BAND) * k <= found.count <= found.room:
+    if found is None or not (1 - BAND) * k <= found.count <= found.most:
         return _exact_level(acc, k, state)
     assert level is not None
-    candidates = found.joined()
+    candidates = found.selection
     if found.count <= k:
         state.local = level.moved(found.low, found.count / k)
         return candidates

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oktopk.sparse import Room
 from oktopk.wire import Form
 
 FLATTEST, STEEPEST = 0.5, 64.0
@@ -76,6 +77,9 @@ class State:
 
     one_owner: bool = False
     """Agreed bounds once forced a cut of the result; from then on one rank owns everything."""
+
+    room: Room | None = None
+    """Memory for candidates, used again at every step. Says nothing, so it is not saved."""
 
     def shared(self) -> str:
         """What must be the same on every rank, as text to compare."""

@@ -18,7 +18,7 @@ from oktopk.train.config import (
     to_toml,
     with_flags,
 )
-from oktopk.train.setup import remedies
+from oktopk.train.setup import remedies, say_what_is_idle
 
 PLAIN = {"late_moments": False, "beta1": None, "advance": 0.0, "follow_rate": False}
 
@@ -55,7 +55,7 @@ def test_the_run_of_the_notes():
         ("lr = -1", "lr must be positive"),
         ("lr = 0.1 0.2", "toml: "),
         ("beta1 = 1.5", r"beta1 must be in \[0, 1\), or -1, got 1.5"),
-        ("beta1 = 0.5", "beta1 and late_moments are for adamw; optimizer is sgd"),
+        ("beta1 = 0.5", "beta1 = 0.5 is for adamw; optimizer is sgd"),
         ("follow_rate = 'maybe'", "follow_rate must be one of remedies, on, off, got 'maybe'"),
     ],
 )
@@ -106,3 +106,11 @@ def test_nothing_near_is_no_hint():
 )
 def test_remedies_by_hand(chosen, expected):
     assert remedies(Config(optimizer="adamw", **chosen)) == expected
+
+
+def test_remedies_for_dense_are_said_to_do_nothing(caplog):
+    with caplog.at_level("INFO", logger="oktopk"):
+        say_what_is_idle(Config(method="dense", remedies="none"))
+        assert not caplog.messages
+        say_what_is_idle(Config(method="dense", optimizer="adamw", beta1=0.3))
+    assert caplog.messages == ["beta1: without effect, since dense sends everything"]

@@ -279,14 +279,25 @@ def test_count_reaching_equals_the_reference(form, data, dtype):
     check(form, "count_reaching", x, [0.0, 0.5, 1.0, 3.0])
 
 
-@given(data=st.data(), dtype=st.sampled_from([F32, BF16]), scale=st.sampled_from([1.0, 3.0]))
-@examples
+@given(data=st.data(), dtype=st.sampled_from([F32, F32, BF16]), scale=st.sampled_from([1.0, 3.0]))
+@settings(deadline=None, max_examples=60)
 def test_take_late_equals_the_reference(form, data, dtype, scale):
     grad = data.draw(vectors(dtype, st.integers(0, 60)))
     square = data.draw(vectors(F32, st.just(grad.numel()))).abs()
     arrived = data.draw(arrays(np.int32, grad.numel(), elements=st.integers(-40, 8)))
     table = shares(0.99, 11, torch.device("cpu"))
     check(form, "take_late", grad, square, torch.from_numpy(arrived), 9, table, 0.99, scale)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
+def test_zeros_do_not_arrive_and_the_smallest_values_do(form, dtype):
+    tiny = max(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps, 1.2e-38)
+    grad = torch.tensor([0.0, 1.0, -0.0, tiny, -2.0], dtype=dtype)
+    arrived, table = torch.zeros(5, dtype=torch.int32), shares(0.9, 11, torch.device("cpu"))
+    for beta in (0.9, 0.0):  # Adam allows 0
+        args = run(form, "take_late", grad, torch.ones(5), arrived, 9, table, beta, 1.0)
+        assert args[0][0].tolist() == [1, 3, 4]
+        assert args[3].tolist() == [0, 9, 0, 9, 9]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([1e8, 1.0, -1e8])))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -422,6 +423,26 @@ def wait_for(condition) -> None:
             return
         time.sleep(0.02)
     raise AssertionError("waited 20 s in vain")
+
+
+@pytest.mark.parametrize("told", ["", "abc", "-1", "77", "0"])
+def test_what_is_no_line_is_ignored(monkeypatch, told):
+    monkeypatch.setenv("OKTOPK_LINE", told)  # 0 is no pipe: pytest reads from nothing
+    before = threading.active_count()
+    lifeline.hold()
+    assert threading.active_count() == before and "OKTOPK_LINE" not in os.environ
+
+
+def test_every_command_holds_the_line():
+    theirs, ours = os.pipe()
+    os.close(ours)
+    command = "import time; from oktopk import cli; cli.parser = lambda: time.sleep(20); cli.main()"
+    line = environment(OKTOPK_LINE=str(theirs))
+    done = subprocess.run(
+        [sys.executable, "-c", command], env=line, pass_fds=[theirs], timeout=99, check=False
+    )
+    os.close(theirs)
+    assert done.returncode == -signal.SIGTERM
 
 
 def worker_main(line) -> None:

@@ -33,7 +33,7 @@ def long_run(world):
 
 
 def _slow(method: str, size: int) -> list[pytest.MarkDecorator]:
-    """Only Ok-Topk has bounds and balance that know of P: of the others three sizes are enough."""
+    """Only Ok-Topk has bounds and balance that know of P: four sizes of the others are enough."""
     return [pytest.mark.slow] if method != "oktopk" and size in (4, 5) else []
 
 

@@ -163,6 +163,14 @@ def test_the_order_of_memory_does_not_matter_to_second_moments():
         torch.testing.assert_close(plain, other)
 
 
+def test_arrivals_of_another_shape_are_refused():
+    weight = torch.zeros(4, 4, requires_grad=True)
+    optimizer, settings = Adam([weight]), Settings(late_moments=True)
+    moments = LateMoments(optimizer, {"weight": weight}, settings, last=lambda: None)
+    with pytest.raises(ValueError, match=r"weight arrived have the shape \(2, 2\)"):
+        moments.load_state_dict({"weight": torch.zeros(2, 2, dtype=torch.int32)})
+
+
 def test_amsgrad_remembers_what_was_meant_not_what_its_step_saw():
     optimizer, weight, before, _ = corrected(AdamW, [90], 0.999, amsgrad=True)
     optimizer.step()

@@ -84,7 +84,10 @@ class Run:
         if "correction" in self.has and sparse_step >= 0:
             acc = self.momentum.mul_(0.9).add_(acc)
         if "frozen" in self.has and sparse_step >= 0:
-            acc = self.momentum.mul_(0.9).add_(acc, alpha=0.1).clone()
+            if sparse_step == 0:  # every rank goes on with what the warm-up has
+                self.momentum[:] = self._moments("exp_avg")
+            beta = self.optimizer.param_groups[0]["betas"][0]
+            acc = self.momentum.mul_(beta).add_(acc, alpha=1 - beta).clone()
         acc = acc + self.owed - self.predicted
         if sparse_step < 0 or ("flush" in self.has and sparse_step % 50 == 49):
             total, self.owed = acc.sum(0), torch.zeros_like(acc)
@@ -123,11 +126,12 @@ class Run:
 
     def _weight(self, step: int) -> Tensor | float:
         """What selection multiplies magnitudes by."""
+        weight: Tensor | float = 1.0
         if "update" in self.has:
-            return self._moments().rsqrt().clamp(max=1e12)
+            weight = weight * self._moments().rsqrt().clamp(max=1e12)
         if "age" in self.has:
-            return (step - self.arrived).float()
-        return self.ends if "ends" in self.has else 1.0
+            weight = weight * (step - self.arrived).float()
+        return weight * self.ends if "ends" in self.has else weight
 
     def _choose(self, rows: Tensor, density: float) -> Tensor:
         """Where the entries of every row are that travel: biases and norms always do."""
@@ -136,9 +140,9 @@ class Run:
         chosen = [_top(part, num_kept(part.shape[1], density)) for part in parts]
         return torch.cat(chosen, 1) | self.rides
 
-    def _moments(self) -> Tensor:
-        squares = [self.optimizer.state[p]["exp_avg_sq"] for p in self.parameters]
-        return torch.cat([square.flatten() for square in squares])
+    def _moments(self, kind: str = "exp_avg_sq") -> Tensor:
+        moments = [self.optimizer.state[p][kind] for p in self.parameters]
+        return torch.cat([moment.flatten() for moment in moments])
 
     def _correct_moments(self, mean: Tensor, step: int) -> None:
         """As `oktopk.moments`: lower before the step, set after it."""
@@ -173,7 +177,9 @@ class Run:
     @torch.no_grad()
     def _apply_frozen(self, mean: Tensor, group: dict[str, Any]) -> None:
         seen = 1 - group["betas"][1] ** self.warmup
-        update = mean / ((self._moments() / seen).sqrt() + group["eps"])
+        square = self._moments() / seen
+        # what had no gradient in the warm-up has no scale: DeepSpeed leaves it out too
+        update = torch.where(square > 0, mean / (square.sqrt() + group["eps"]), 0.0)
         for parameter, part in zip(self.parameters, self._split(update), strict=True):
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.add_(part.view_as(parameter), alpha=-group["lr"])
@@ -216,6 +222,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=0)
     args = parser.parse_args()
+    if "frozen" in args.remedies and (args.optimizer != "adamw" or "ramp" in args.remedies):
+        parser.error("frozen is for adamw, after a warm-up that is long enough: without ramp")
     task = TASKS[args.task]()
     curves = [train(task, seed, args) for seed in args.seeds]
     means = [statistics.mean(points) for points in zip(*curves, strict=True)]

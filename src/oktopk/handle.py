@@ -218,9 +218,8 @@ class Handle:
         scale = self._followed.scale_factor()
         if scale != 1.0:
             self._engine.rescale(scale)
-        self.rate_factors = {}
-        if self.settings.follow_rate:
-            self.rate_factors = self._followed.rate_factors(self._named.parameters)
+        factors = self._followed.rate_factors(self._named.parameters)  # it must see every rate
+        self.rate_factors = factors if self.settings.follow_rate else {}
         for name, residual in self.residuals.items() if self.rate_factors else ():
             residual.mul_(self.rate_factors.get(name, 1.0))
 

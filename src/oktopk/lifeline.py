@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,13 +30,24 @@ def lifeline() -> Iterator[int]:
 
 
 def hold() -> None:
-    """End with the starter, if it gave this process a line: by SIGTERM first."""
-    if LINE in os.environ:
-        Thread(target=_end_with_starter, args=[int(os.environ[LINE])], daemon=True).start()
+    """End with the starter, if it gave this process a line: by SIGTERM first.
+
+    What others left in the environment is not a line, and what this process starts has none.
+    """
+    told = os.environ.pop(LINE, "")
+    if not told.isdecimal():
+        return
+    line = int(told)
+    try:
+        is_pipe = stat.S_ISFIFO(os.fstat(line).st_mode)
+    except OSError:  # not open
+        return
+    if is_pipe:
+        os.set_inheritable(line, False)
+        Thread(target=_end_with_starter, args=[line], daemon=True).start()
 
 
 def _end_with_starter(line: int) -> None:
-    os.set_inheritable(line, False)
     os.read(line, 1)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(ORPHAN_SECONDS)

@@ -9,7 +9,7 @@ over many steps already.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from oktopk.stats import StepStats
 # noise. Nobody can tell from one sum; this is half-way.
 EXPONENT = 1.5
 NEVER = -2  # steps; a first step has -1 before it
+CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
 Last = Callable[[], StepStats | None]
 """The step that was exchanged last."""
@@ -42,8 +43,8 @@ class LateMoments:
         self._last = last
         self._arrived: dict[str, Tensor] = {}
         self._betas: list[tuple[dict[str, Any], tuple[float, float]]] = []
-        # moments, places, what they were and what they will be
-        self._due: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        # moments, whether places count as stored, places, what they were and what they will be
+        self._due: list[tuple[Tensor, bool, Tensor, Tensor, Tensor]] = []
         self._hooks: list[Any] = []
         if settings.late_moments or settings.beta1 is not None:
             _refuse_others(optimizer)
@@ -73,11 +74,15 @@ class LateMoments:
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._arrived = {
-            name: steps.to(self._parameters[name].device, copy=True).contiguous()
-            for name, steps in state.items()
-            if name in self._parameters and not (steps == NEVER).all()
-        }
+        self._arrived = {}
+        for name, steps in state.items():
+            parameter = self._parameters.get(name)
+            if parameter is None or (steps == NEVER).all():
+                continue
+            if steps.shape != parameter.shape:
+                shapes = f"{tuple(steps.shape)}, and the parameter {tuple(parameter.shape)}"
+                raise ValueError(f"the steps in which {name} arrived have the shape {shapes}")
+            self._arrived[name] = torch.empty_like(parameter, dtype=torch.int32).copy_(steps)
 
     def _on_step(self, _: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Before the step; with a closure, after it: only then are the gradients there."""
@@ -98,8 +103,8 @@ class LateMoments:
 
     def _before(self) -> None:
         self._restore()  # after a step that raised
-        for moment, where, was, _ in self._due:
-            _set(moment, where, was)
+        for moment, as_stored, where, was, _ in self._due:
+            _set(moment, as_stored, where, was)
         self._due = []
         stats = self._last()
         if stats is None or stats.skipped or _finds_inf(self._optimizer):
@@ -113,8 +118,8 @@ class LateMoments:
 
     def _after(self) -> None:
         self._restore()
-        for moment, where, _, value in self._due:
-            _set(moment, where, value)
+        for moment, as_stored, where, _, value in self._due:
+            _set(moment, as_stored, where, value)
         self._due = []
 
     def _take_in(self, step: int) -> None:
@@ -140,20 +145,21 @@ class LateMoments:
     ) -> None:
         """Lower the second moment of what is late now, and set it after the step."""
         if name not in self._arrived:  # until now everything arrived at every step
-            self._arrived[name] = torch.full(grad.shape, step - 1, dtype=torch.int32).to(
-                grad.device
-            )
-        square = state["exp_avg_sq"]
-        flat, arrived = _flat(square), self._arrived[name].view(-1)
+            self._arrived[name] = torch.full_like(grad, step - 1, dtype=torch.int32)
+        arrived = self._arrived[name]
+        moments = [state[kind] for kind in ("exp_avg_sq", "max_exp_avg_sq") if kind in state]
+        as_stored = _stored_alike(grad, arrived, *moments)
+        steps, squares, *peaks = (_flat(x, as_stored) for x in (arrived, *moments))
         share = shares(beta, step + 2, grad.device)
-        where, was, after = kernels.take_late(_flat(grad), flat, arrived, step, share, beta, scale)
-        if flat.data_ptr() != square.data_ptr():
-            square.copy_(flat.view_as(square))
-        self._due.append((square, where, was, after))
-        if "max_exp_avg_sq" in state:  # AMSGrad's: the step itself may see more than was meant
-            peak = state["max_exp_avg_sq"]
-            was = _flat(peak)[where]
-            self._due.append((peak, where, was, was.maximum(after)))
+        where, was, after = kernels.take_late(
+            _flat(grad, as_stored), squares, steps, step, share, beta, scale
+        )
+        _put_back(arrived, steps)
+        _put_back(moments[0], squares)
+        self._due.append((moments[0], as_stored, where, was, after))
+        for peak in peaks:  # AMSGrad's: the step itself may see more than was meant
+            most = peak[where]
+            self._due.append((moments[1], as_stored, where, most, most.maximum(after)))
 
     def _relieve(self, most: float) -> None:
         for group in self._optimizer.param_groups:
@@ -167,7 +173,7 @@ class LateMoments:
             group["betas"] = betas
 
 
-@cache
+@lru_cache(maxsize=16)
 def _table(beta: float, length: int, device: torch.device) -> Tensor:
     age = torch.arange(length, dtype=torch.float64)
     return ((1 - beta**age) / age.clamp(min=1) ** EXPONENT).float().to(device)
@@ -185,16 +191,29 @@ def shares(beta: float, most: int, device: torch.device) -> Tensor:
     return _table(beta, 1 << most.bit_length(), device)
 
 
-def _flat(x: Tensor) -> Tensor:
-    """In the order of indices; a copy where memory has another one (channels last)."""
-    return x.contiguous().view(-1)
+def _stored_alike(*tensors: Tensor) -> bool:
+    """Whether they lie in memory in one and the same order, without gaps."""
+    first, orders = tensors[0], (torch.contiguous_format, *CHANNELS_LAST)
+    whole = any(first.is_contiguous(memory_format=order) for order in orders)
+    return whole and all(other.stride() == first.stride() for other in tensors)
 
 
-def _set(x: Tensor, where: Tensor, values: Tensor) -> None:
-    flat = _flat(x)
-    flat[where] = values
+def _flat(x: Tensor, as_stored: bool) -> Tensor:
+    """A view in the order of memory, or the values in the order of indices, which may be a copy."""
+    x = x.detach()
+    return x.as_strided((x.numel(),), (1,)) if as_stored else x.contiguous().view(-1)
+
+
+def _put_back(x: Tensor, flat: Tensor) -> None:
+    """Take over what was changed, if it was changed in a copy."""
     if flat.data_ptr() != x.data_ptr():
         x.copy_(flat.view_as(x))
+
+
+def _set(x: Tensor, as_stored: bool, where: Tensor, values: Tensor) -> None:
+    flat = _flat(x, as_stored)
+    flat[where] = values
+    _put_back(x, flat)
 
 
 def _finds_inf(optimizer: Any) -> bool:

@@ -93,7 +93,8 @@ def warn_if_short(settings: Settings, total_steps: int) -> None:
 def _described(optimizer: Optimizer, settings: Settings, remedies: Remedies) -> str:
     """One line for people: what holds for this optimizer, why, and how the density comes down."""
     holds = {name: getattr(settings, name) for name in ("late_moments", "beta1", "advance")}
-    parts = [f"{name}={value}" for name, value in holds.items() if value]
+    off = {"late_moments": False, "beta1": None, "advance": 0.0}
+    parts = [f"{name}={value}" for name, value in holds.items() if value != off[name]]
     asked_for = any(getattr(settings, name) != value for name, value in remedies.fields.items())
     because = "as asked" if asked_for else remedies.why
     what = ", ".join(parts) or "plain error feedback"

@@ -44,7 +44,7 @@ def take_late(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if grad.dtype != torch.float32 or square.dtype != torch.float32:
         return reference.take_late(grad, square, arrived, step, shares, beta, scale)
-    found, num = select(grad, reference.LEAST, grad.numel())
+    found, num = select(grad, reference.least(grad.dtype), grad.numel())
     assert found.indices is not None
     where, was, after = (torch.empty(num, dtype=t) for t in (torch.int64, *[torch.float32] * 2))
     numbers = np.float32(beta), np.float32(1 - beta), np.float32(scale)

@@ -131,8 +131,10 @@ def add_at_(x: Tensor, sparse: Sparse, factor: float, base: int = 0) -> None:
     x[sparse.indices.long() - base] += sparse.values * factor  # no index twice
 
 
-# what is smaller may be flushed to 0, and its square is 0 anyway
-LEAST = torch.finfo(torch.float32).smallest_normal
+def least(dtype: torch.dtype) -> float:
+    """The smallest value that arrives as one: less may be flushed to 0, and its square is 0."""
+    own = torch.finfo(dtype)
+    return max(torch.finfo(torch.float32).smallest_normal, own.smallest_normal * own.eps)
 
 
 def take_late(
@@ -144,7 +146,7 @@ def take_late(
     beta: float,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    where = (grad.abs() < LEAST).logical_not_().nonzero().squeeze(1)
+    where = (grad.abs() < least(grad.dtype)).logical_not_().nonzero().squeeze(1)
     age = step - arrived[where]
     arrived[where] = step
     where, age = where[age > 1], age[age > 1]

@@ -10,7 +10,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-compiled = numba.njit(nogil=True, cache=True, boundscheck=False)
+# "numpy": a division by 0 is Inf or NaN, as in torch, and needs no branch
+compiled = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 
 WIDTH = 32  # values compared at once: one 32-bit word of hits
 

@@ -103,9 +103,11 @@ class Config:
             if choices and value not in choices:
                 raise ValueError(f"{spec.name} must be one of {', '.join(choices)}, got {value!r}")
         self._check_ranges()
-        for_adam = self.beta1 != -1 or self.late_moments == "on"
-        if for_adam and self.optimizer != "adamw":
-            raise ValueError(f"beta1 and late_moments are for adamw; optimizer is {self.optimizer}")
+        for_adam = {"beta1": self.beta1 != -1, "late_moments": self.late_moments == "on"}
+        for name in (name for name, is_set in for_adam.items() if is_set):
+            if self.optimizer != "adamw":
+                value = f"{name} = {getattr(self, name)}"
+                raise ValueError(f"{value} is for adamw; optimizer is {self.optimizer}")
 
     def _check_ranges(self) -> None:
         for name, least in LEAST.items():
@@ -114,9 +116,10 @@ class Config:
         for name in ("density", "lr_final"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
-        for name in ("beta1", "advance"):
-            if not (getattr(self, name) == -1 or 0 <= getattr(self, name) < 1):
-                raise ValueError(f"{name} must be in [0, 1), or -1, got {getattr(self, name)}")
+        if not (self.beta1 == -1 or 0 <= self.beta1 < 1):
+            raise ValueError(f"beta1 must be in [0, 1), or -1, got {self.beta1}")
+        if not (self.advance == -1 or 0 <= self.advance <= 1):
+            raise ValueError(f"advance must be in [0, 1], or -1, got {self.advance}")
         if self.lr <= 0:
             raise ValueError(f"lr must be positive, got {self.lr}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -157,6 +157,13 @@ def remedies(config: Config) -> dict[str, Any]:
     return chosen
 
 
+def say_what_is_idle(config: Config) -> None:
+    """Nothing comes late when everything is sent: remedies set by hand do nothing then."""
+    by_hand = remedies(replace(config, remedies="auto"))
+    if config.method == "dense" and by_hand:
+        log.info("%s: without effect, since dense sends everything", ", ".join(by_hand))
+
+
 def make_probe(config: Config, model: Lstman4, handle: Handle, comm: Comm) -> Probe | None:
     """The probe, where one is asked for."""
     if not config.probe_every:
@@ -191,6 +198,7 @@ def set_up(config: Config, comm: Comm, device: torch.device, place: Place) -> Ru
         **OWN_BUFFERS,
     )
     optimizer = make_optimizer(config, model)
+    say_what_is_idle(config)
     handle = oktopk.attach(
         ddp,
         optimizer=optimizer,

@@ -95,7 +95,8 @@ def _described(optimizer: Optimizer, settings: Settings, remedies: Remedies) -> 
     holds = {name: getattr(settings, name) for name in ("late_moments", "beta1", "advance")}
     off = {"late_moments": False, "beta1": None, "advance": 0.0}
     parts = [f"{name}={value}" for name, value in holds.items() if value != off[name]]
-    asked_for = any(getattr(settings, name) != value for name, value in remedies.fields.items())
+    suits = off | remedies.fields
+    asked_for = any(getattr(settings, name) != value for name, value in suits.items())
     because = "as asked" if asked_for else remedies.why
     what = ", ".join(parts) or "plain error feedback"
     rate = "; residuals follow the learning rate" if settings.follow_rate else ""

@@ -20,7 +20,7 @@ from oktopk.train.config import (
 )
 from oktopk.train.setup import remedies, say_what_is_idle
 
-PLAIN = {"late_moments": False, "beta1": None, "advance": 0.0, "follow_rate": False}
+PLAIN = {"late_moments": False, "beta1": None, "advance": 0.0, "follow_rate": False}  # by hand
 
 
 def test_the_known_configs_are_shipped():

@@ -32,15 +32,8 @@ def long_run(world):
     return cache(run)
 
 
-def _slow(method: str, size: int) -> list[pytest.MarkDecorator]:
-    """Only Ok-Topk has bounds and balance that know of P: four sizes of the others are enough."""
-    return [pytest.mark.slow] if method != "oktopk" and size in (4, 5) else []
-
-
-@pytest.mark.parametrize(
-    ("P", "method"),
-    [pytest.param(size, m, marks=_slow(m, size)) for m in METHODS for size in SIZES],
-)
+@over_methods
+@pytest.mark.parametrize("P", SIZES)
 class TestInRealProcesses:
     def test_nothing_is_lost(self, long_run, P, method):
         assert_nothing_is_lost(long_run(P, method), tolerance=0)

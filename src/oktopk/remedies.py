@@ -34,6 +34,8 @@ ADAM = Remedies(
 )
 MOMENTUM = Remedies("what follows a late sum mostly goes the same way", {"advance": 0.3})
 NONE = Remedies("nothing is known that suits it better than plain error feedback")
+PLAIN = {"late_moments": False, "beta1": None, "advance": 0.0, "follow_rate": False}
+"""The same fields for plain error feedback."""
 
 
 def remedies_for(optimizer: Optimizer) -> Remedies:
@@ -92,8 +94,8 @@ def warn_if_short(settings: Settings, total_steps: int) -> None:
 
 def _described(optimizer: Optimizer, settings: Settings, remedies: Remedies) -> str:
     """One line for people: what holds for this optimizer, why, and how the density comes down."""
-    holds = {name: getattr(settings, name) for name in ("late_moments", "beta1", "advance")}
-    off = {"late_moments": False, "beta1": None, "advance": 0.0}
+    off = {name: value for name, value in PLAIN.items() if name != "follow_rate"}  # said apart
+    holds = {name: getattr(settings, name) for name in off}
     parts = [f"{name}={value}" for name, value in holds.items() if value != off[name]]
     suits = off | remedies.fields
     asked_for = any(getattr(settings, name) != value for name, value in suits.items())

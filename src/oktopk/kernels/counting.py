@@ -77,26 +77,29 @@ def bits_of(threshold: float, x: Tensor) -> tuple[np.floating, np.integer]:
     return level, level.view(INTEGER[x.dtype])
 
 
+def _unsigned(x: Tensor) -> tuple[np.ndarray, np.unsignedinteger]:
+    """The bits of x, and a mask for all but the sign."""
+    bits = x.detach().numpy().view(UNSIGNED[x.dtype])
+    return bits, bits.dtype.type((1 << (bits.itemsize * 8 - 1)) - 1)
+
+
 def all_finite(x: Tensor) -> bool:
     if x.dtype not in UNSIGNED:
         return reference.all_finite(x)
-    bits = x.detach().numpy().view(UNSIGNED[x.dtype])
+    bits, sign_off = _unsigned(x)
     infinity = torch.tensor(torch.inf, dtype=x.dtype).numpy().view(bits.dtype)
-    sign_off = bits.dtype.type((1 << (bits.itemsize * 8 - 1)) - 1)
     return bool(_largest(bits, sign_off) < infinity)
 
 
 def least_magnitude(x: Tensor) -> float:
-    bits = x.detach().numpy().view(UNSIGNED[x.dtype])
-    sign_off = bits.dtype.type((1 << (bits.itemsize * 8 - 1)) - 1)
+    bits, sign_off = _unsigned(x)
     return bits.dtype.type(_least(bits, sign_off)).view(x.numpy().dtype).item()
 
 
 def kth_magnitude(x: Tensor, k: int) -> float:
-    bits = x.detach().numpy().view(UNSIGNED[x.dtype])
+    bits, sign_off = _unsigned(x)
     unsigned = bits.dtype.type
-    shift = bits.itemsize * 8 - 1  # without the sign
-    sign_off, prefix = unsigned((1 << shift) - 1), 0
+    shift, prefix = bits.itemsize * 8 - 1, 0  # without the sign
     while shift > 0:
         digit = min(DIGIT, shift)
         shift -= digit

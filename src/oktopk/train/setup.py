@@ -18,6 +18,7 @@ import oktopk
 from oktopk.comm import Comm
 from oktopk.handle import Handle
 from oktopk.launch import Place
+from oktopk.remedies import PLAIN
 from oktopk.train.config import Config
 from oktopk.train.data.features import Spectra, open_spectra
 from oktopk.train.data.manifest import Utterance, check, find_manifests, read_manifest
@@ -146,8 +147,7 @@ def make_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
 
 def remedies(config: Config) -> dict[str, Any]:
     """What the config says of remedies; the rest is as suits the optimizer."""
-    plain = {"late_moments": False, "beta1": None, "advance": 0.0, "follow_rate": False}
-    chosen: dict[str, Any] = plain if config.remedies == "none" else {}
+    chosen: dict[str, Any] = dict(PLAIN) if config.remedies == "none" else {}
     for name in ("beta1", "advance"):
         if getattr(config, name) != -1:
             chosen[name] = getattr(config, name)

@@ -8,12 +8,14 @@ from itertools import product
 from pathlib import Path
 
 from oktopk.report.record import JOURNAL, SETTINGS
+from oktopk.report.units import few
 from oktopk.train.child import NO_MATTER
 from oktopk.train.config import Config, changes, load
 from oktopk.train.errors import RunError
 
 COMPARED = ("method", "density", "seed")
 REPORT = "compare.html"
+SHOWN_RUNS = 5
 SWEEP = "sweep.json"
 """What a sweep keeps its plan in: a folder that has it is no place for a comparison."""
 
@@ -66,7 +68,8 @@ def refuse_comparison(folder: Path) -> None:
         )
     if runs:
         raise RunError(
-            f"{folder} has runs that are no trials of a sweep ({_few(runs)}): give another --name"
+            f"{folder} has runs that are no trials of a sweep ({few(runs, SHOWN_RUNS)}): give "
+            "another --name"
         )
 
 
@@ -79,11 +82,6 @@ def refuse_files(wanted: Iterable[Config]) -> None:
                 f"{place} is a file, where the folder of that run would be: move it away, or give "
                 "another --name"
             )
-
-
-def _few(names: list[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
 
 
 def refuse_others(folder: Path, base: Config) -> None:

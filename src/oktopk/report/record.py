@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from oktopk.report.units import few
+
 JOURNAL = "metrics.jsonl"
 SETTINGS = "config.toml"
 MOST_PROBLEMS = 5  # named one by one
@@ -94,12 +96,8 @@ def _read_lines(record: Record, lines: Iterable[bytes]) -> None:
         else:
             record.entries.setdefault(entry["kind"], []).append(entry)
     if damaged:
-        shown = ", ".join(map(str, damaged[:MOST_PROBLEMS]))
-        more = len(damaged) - MOST_PROBLEMS
-        one = len(damaged) == 1
-        text = f"line {shown}" if one else f"lines {shown}"
-        text += f" and {more} more" if more > 0 else ""
-        were = "was" if one else "were"
+        lines_are, were = ("line", "was") if len(damaged) == 1 else ("lines", "were")
+        text = f"{lines_are} {few(damaged, MOST_PROBLEMS)}"
         record.problems.append(f"{JOURNAL}: {text} could not be read and {were} passed over")
 
 

@@ -54,8 +54,9 @@ def settled(record: Record) -> list[Entry]:
 
 def _percentiles(record: Record) -> str:
     rows = []
+    steps = settled(record)
     for phase in PHASES:
-        entries = [entry for entry in settled(record) if entry["phase"] == phase]
+        entries = [entry for entry in steps if entry["phase"] == phase]
         for part in (*PARTS, "whole", *OVERLAPPED):
             values = np.array([number(entry, part) for entry in entries]) * 1e3
             values = values[~np.isnan(values)]

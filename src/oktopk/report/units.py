@@ -1,6 +1,8 @@
-"""Numbers as people read them."""
+"""Numbers and lists as people read them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def clock(seconds: float) -> str:
@@ -17,3 +19,9 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.1f} TB"
+
+
+def few(things: Sequence[object], most: int) -> str:
+    """The first of them, and how many more there are."""
+    more = f" and {len(things) - most} more" if len(things) > most else ""
+    return ", ".join(map(str, things[:most])) + more

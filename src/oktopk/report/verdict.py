@@ -10,7 +10,7 @@ from oktopk.report.curves import phase_changes
 from oktopk.report.page import paragraph, tiles
 from oktopk.report.record import PARTS, Record
 from oktopk.report.times import settled
-from oktopk.report.units import clock, size
+from oktopk.report.units import clock, few, size
 
 MOST_SHOWN = 8  # step numbers, warnings
 
@@ -47,12 +47,10 @@ def troubles(record: Record) -> list[str]:
     found = list(record.problems)
     skipped = [entry["step"] for entry in record.steps if entry.get("skipped")]
     if skipped:
-        shown = ", ".join(map(str, skipped[:MOST_SHOWN]))
-        more = f" and {len(skipped) - MOST_SHOWN} more" if len(skipped) > MOST_SHOWN else ""
         what = "step was" if len(skipped) == 1 else "steps were"
         found.append(
             f"{len(skipped)} {what} skipped by all ranks because a gradient was not finite: "
-            f"{shown}{more}."
+            f"{few(skipped, MOST_SHOWN)}."
         )
     warned = _warned(record)
     found += [f"Warning: {text}" for text in warned[:MOST_SHOWN]]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from oktopk.report.command import RUNS
 from oktopk.report.record import JOURNAL
+from oktopk.report.units import few
 
 if TYPE_CHECKING:
     from oktopk.watch.seen import Watched
@@ -43,7 +44,11 @@ def problem(run: str, folder: Path) -> str:
         if path.is_file() and not folder.is_dir():
             return f"{path} is a file: give the folder of a run"
     runs = [] if (folder / JOURNAL).exists() else runs_in(folder)
-    return f"{folder} is no run but has runs in it: watch one of {_few(runs)}" if runs else ""
+    return (
+        f"{folder} is no run but has runs in it: watch one of {few(runs, SHOWN_RUNS)}"
+        if runs
+        else ""
+    )
 
 
 def runs_in(folder: Path) -> list[str]:
@@ -58,12 +63,7 @@ def others(folder: Path) -> str:
     if folder.exists():
         return ""
     found = runs_in(folder.parent if folder.parent.is_dir() else RUNS)
-    return f"there is no {folder} yet; there is {_few(found)}" if found else ""
-
-
-def _few(names: list[str]) -> str:
-    more = len(names) - SHOWN_RUNS
-    return ", ".join(names[:SHOWN_RUNS]) + (f" and {more} more" if more > 0 else "")
+    return f"there is no {folder} yet; there is {few(found, SHOWN_RUNS)}" if found else ""
 
 
 def command(args: argparse.Namespace) -> int:

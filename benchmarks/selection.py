@@ -77,14 +77,14 @@ def select_rows(x: Tensor, k: int) -> list[Row]:
 def accumulate_rows(start: Tensor, grad: Tensor, k: int) -> list[Row]:
     """Every measurement adds to the same residual, so that each keeps exactly k."""
     threshold = kernels.kth_magnitude(start + grad, k)
-    residual, fresh = start.clone(), grad.clone()
+    residual, fresh, acc = start.clone(), grad.clone(), torch.empty_like(start)
 
     def restart() -> None:
         residual.copy_(start)
         fresh.copy_(grad)
 
     def fused() -> None:
-        _, count = kernels.accumulate_select(residual, fresh, threshold, 2 * k)
+        _, count = kernels.accumulate_select(residual, fresh, acc, threshold, 2 * k)
         assert count == k, f"kept {count}, not {k}"
 
     def separate() -> None:

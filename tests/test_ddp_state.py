@@ -66,11 +66,18 @@ def test_distributed_checkpoint_resumes_with_the_same_bits(worlds, tmp_path):
             assert torch.equal(value, resumed[name]), name
 
 
+# with 3 ranks the layout of a bucket shows in the bits of a dense sum
 @pytest.mark.parametrize(
-    ("name", "stop"), [("plain", 2), ("plain", 3), ("plain", 11), ("static_graph", 11)]
+    ("name", "stop"),
+    [
+        *(("plain", stop) for stop in (0, 1, 2, 3, 4, 5, 11)),
+        *(("static_graph", stop) for stop in (1, 2, 3, 4)),
+        ("find_unused_parameters", 1),
+        ("gradient_as_bucket_view", 1),
+    ],
 )
 def test_a_resumed_run_has_the_same_bits(worlds, name, stop):
-    for straight, resumed in worlds.run(2, resumed_at, name, stop, 20):
+    for straight, resumed in worlds.run(3, resumed_at, name, stop, 16):
         for name, value in straight.items():
             assert torch.equal(value, resumed[name]), name
 
@@ -147,6 +154,7 @@ def load_lists(group) -> tuple[list[str], int]:
         except ValueError as error:
             said.append(str(error))
     handle.load_state_dict([rank1, rank0])
+    torch.distributed.barrier(group)  # one that closes at once breaks the other's connecting
     handle.close()
     return said, handle.step
 

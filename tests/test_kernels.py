@@ -82,13 +82,14 @@ def check(form, name, *args):
 
 def check_into(form, x, grad, capacity):
     """What is written to given room is what would come in new tensors, counted from a base."""
-    plain, count = reference.accumulate_select(x.clone(), grad.clone(), 0.75, capacity)
+    acc = torch.empty_like(x)
+    plain, count = reference.accumulate_select(x, grad, acc, 0.75, capacity)
     room = (
         torch.full([capacity + kernels.SLACK], -1, dtype=torch.int32),
         x.new_zeros(capacity + kernels.SLACK),
     )
-    run_on = run(form, "accumulate_select", x, grad, 0.75, capacity, room, 9)
-    (found, seen), into = run_on[0], run_on[5]
+    run_on = run(form, "accumulate_select", x, grad, acc, 0.75, capacity, room, 9)
+    (found, seen), into = run_on[0], run_on[6]
     assert seen == count and found.numel == 9 + x.numel()
     assert bits(found.values) == bits(plain.values)
     assert found.indices.tolist() == (plain.indices + 9).tolist()
@@ -157,7 +158,9 @@ def test_accumulate_select_equals_the_reference(form, data, dtype):
     residual = data.draw(vectors(dtype, LENGTHS))
     grad = data.draw(vectors(dtype, st.just(residual.numel())))
     capacity = data.draw(st.integers(0, residual.numel() + 2))
-    check(form, "accumulate_select", residual, grad, data.draw(thresholds(residual)), capacity)
+    threshold = data.draw(thresholds(residual))
+    acc = torch.zeros_like(residual)
+    check(form, "accumulate_select", residual, grad, acc, threshold, capacity)
 
 
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), lo=st.integers(0, 40))
@@ -186,7 +189,7 @@ def test_sizes_around_a_word_and_a_block(form, n, dtype):
     x, grad = vector(n, dtype), vector(n, dtype, seed=1)
     for capacity in (0, 1, n // 3, n):
         check(form, "select", x, 0.75, capacity)
-        check(form, "accumulate_select", x, grad, 0.75, capacity)
+        check(form, "accumulate_select", x, grad, torch.zeros_like(x), 0.75, capacity)
         check_into(form, x, grad, capacity)
     for k in range(1, n + 1, max(n // 3, 1)):
         check(form, "kth_magnitude", x, k)
@@ -231,12 +234,12 @@ def test_beyond_the_capacity_only_the_count_goes_on(form, n):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_accumulating_adds_once_and_keeps_what_the_residual_was(form, dtype):
+def test_accumulating_adds_once_and_leaves_the_residual_alone(form, dtype):
     grad, residual = vector(100, dtype), torch.full((100,), 0.1, dtype=dtype)
     want = residual + grad
-    after = run(form, "accumulate_select", residual, grad, 0.75, 100)
-    assert bits(after[:3]) == bits([list(reference.select(want, 0.75, 100)), want, residual])
-    assert bits(run(form, "accumulate_", residual, grad)) == bits([None, want, residual])
+    after = run(form, "accumulate_select", residual, grad, torch.zeros_like(grad), 0.75, 100)
+    selected = list(reference.select(want, 0.75, 100))
+    assert bits(after[:4]) == bits([selected, residual, grad, want])
 
 
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), k=st.integers(0, 60))
@@ -337,7 +340,7 @@ f, i = torch.zeros(9), torch.zeros(9, dtype=torch.int32)
 half, long, flag = f.half(), i.long(), i.to(torch.int8)
 for kernel, *args in [
     (cuda._count, f, f, i),
-    (cuda._add_count, f, half, f, i),
+    (cuda._add_count, f, half, f, f, i),
     (cuda._write, flag, flag, f, long, i, f, 7),
     (cuda._count_digits, long, 1 << 40, 8, i, torch.iinfo(torch.int64).max, cuda.RADIX),
     (cuda._add_part, f, flag, i, f, 0),

@@ -179,17 +179,17 @@ def probe_machine(comm: Comm, device: torch.device, numel: int = 2**21) -> Machi
     grad = torch.randn(numel, generator=generator).to(device)
     kept = numel // 50
     threshold = kernels.kth_magnitude(grad, kept)
-    residual, chosen = torch.zeros_like(grad), kernels.select(grad, threshold, 2 * kept)[0]
+    residual, acc = torch.zeros_like(grad), torch.empty_like(grad)
+    chosen = kernels.select(grad, threshold, 2 * kept)[0]
     assert chosen.indices is not None
     indices, values = chosen.indices.repeat(4), chosen.values.repeat(4)
     elements, entries = [], []
     for _ in range(4):
-        residual.zero_()
         fresh = grad.clone()
         comm.all_gather_size(0, device, stage="probe")  # begin together
         start = perf_counter()
-        kernels.accumulate_select(residual, fresh, threshold, 2 * kept)
-        kernels.settle_(fresh, residual, chosen, chosen, comm.size)
+        kernels.accumulate_select(residual, fresh, acc, threshold, 2 * kept)
+        kernels.settle_(fresh, acc, chosen, chosen, comm.size)
         _finish_work(device)
         elements.append(perf_counter() - start)
         start = perf_counter()

@@ -7,15 +7,19 @@ which come from steps in which the whole model is selected and exchanged togethe
 exact-threshold steps of `oktopk`, more often right after the sparse phase began. The other sparse
 methods must see everything to choose, so in scope "model" the whole model is their group.
 
-Nothing is applied before every bucket has been exchanged and no rank has raised the alarm, so a
-step with a NaN can be undone on all ranks. Until then a bucket holds what its residual was.
+A step works on copies: it writes `acc = residual + gradient` to a second buffer and advances copies
+of the thresholds. The copies replace the engine's own, in one move, once every bucket has been
+exchanged and no rank has raised the alarm. So a step that ends early, for whatever reason, is
+rolled back by forgetting it, and a state dict that is taken meanwhile is the one before the step.
 """
 
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import accumulate
+from threading import RLock
 from typing import Any
 
 import torch
@@ -30,7 +34,6 @@ from oktopk.settings import Settings, num_kept
 from oktopk.sparse import Sparse, acc_dtype, empty
 from oktopk.stats import Phase, StepStats
 from oktopk.tally import Tally
-from oktopk.undo import Undo
 from oktopk.wire import Form
 
 NEVER = 2**62  # steps, or entries
@@ -41,6 +44,33 @@ class NonfiniteError(FloatingPointError):
     """A gradient had a NaN or Inf on some rank, and the user asked to be told by an error."""
 
 
+@dataclass(slots=True)
+class Step:
+    """What lives for one step. The engine takes it over when the step is applied."""
+
+    method: Method
+    is_whole_model: bool
+    """Whether the whole model is selected and exchanged together, after its last bucket."""
+
+    states: list[State]
+    whole: State
+    quotas: list[int]
+    tally: Tally
+    acc: Tensor | None = None
+    """Residual plus gradient; what of it was not applied is the next residual."""
+
+    grads: dict[int, Tensor] = field(default_factory=dict)
+    """DDP's buckets. They get the averages."""
+
+    riders: dict[int, Tensor] = field(default_factory=dict)
+    """By bucket, the gradients that travel dense."""
+
+    held: list[tuple[int, int]] = field(default_factory=list)
+    """Ranges of the model without a gradient: their residual is left out of the step."""
+
+    found: Candidates | None = None
+
+
 class Engine:
     """One model's exchange on one rank: residuals, thresholds, quotas."""
 
@@ -49,13 +79,15 @@ class Engine:
         self.comm = comm
         self.step = 0
         self.skipped = 0
-        self._open = False
+        self.lock = RLock()
+        """Held while the state changes; hold it to read several parts of the state together."""
+
+        self._current: Step | None = None
         self.lay_out(buckets)
 
-    def abandon(self) -> None:
-        """Undo a step that was begun and not finished, as after an error in backward."""
-        if self._open:
-            self._put_back()
+    def rollback(self) -> None:
+        """Forget a step that was begun and not finished, as after an error in backward."""
+        self._current = None
 
     def lay_out(self, buckets: list[Bucket]) -> None:
         """Take on other buckets. What is owed must be carried over by the caller."""
@@ -72,6 +104,8 @@ class Engine:
         self.whole = State(exact_every=1, bounds_every=bounds_every)
         self.quotas: list[int] = []
         self.residual: Tensor | None = None
+        self._spare: Tensor | None = None
+        """Memory for the next `acc`: fresh memory costs a CPU one fault per page."""
 
     @property
     def phase(self) -> Phase:
@@ -118,63 +152,61 @@ class Engine:
         return len(self.groups) > 1 and self.settings.scope == "model"
 
     def begin(self) -> None:
-        """Start a step. One that was begun and never finished is undone first."""
-        self.abandon()
+        """Start a step. One that was begun and never finished is forgotten."""
         self.comm.alarm = False
-        self._method: Method = METHODS["dense" if self.phase == "dense" else self.settings.method]
-        self._whole_step = self.waits_for_all
-        for state in (*self.states, self.whole):
+        self._current = Step(
+            method=METHODS["dense" if self.phase == "dense" else self.settings.method],
+            is_whole_model=self.waits_for_all,
+            states=[copy(state) for state in self.states],
+            whole=copy(self.whole),
+            quotas=self.quotas,
+            tally=Tally(self.comm.ledger),
+        )
+        for state in (*self._current.states, self._current.whole):
             state.wire = self._wire
-        self._saved = [copy(state) for state in self.states], copy(self.whole), self.quotas
-        self._undo = Undo()
-        self._grads: dict[int, Tensor] = {}
-        self._riders: dict[int, Tensor] = {}
-        self._found: Candidates | None = None
-        self._tally = Tally(self.comm.ledger)
-        self._open = True
 
     def feed(self, bucket: int, grad: Tensor) -> None:
         """Take one bucket's gradient; exchange its group now if it is the last of it."""
-        self._grads[bucket] = grad
+        step = self._current
+        assert step is not None
+        step.grads[bucket] = grad
+        if step.acc is None and (self.phase == "sparse" or self.residual is not None):
+            step.acc = self._new_acc(grad)
         if self.phase == "dense":
-            self._move_densely(bucket, grad)
+            self._move_densely(step, bucket, grad)
             return
         number = next(i for i, group in enumerate(self.groups) if bucket in group)
-        group, state = self.groups[number], self.states[number]
+        group, state = self.groups[number], step.states[number]
         k = self._k_of(number)
-        with self._tally.clock("select"):
-            residual, wide = self._prepared(bucket, grad)
-            self._undo.accumulated(residual, wide)
-            if bucket == group.start and self._method.scout is not None and not self._whole_step:
-                self._found = self._method.scout(self._acc_of(group), k, state)
-            if self._found is None:
-                kernels.accumulate_(residual, wide)
-            else:
-                self._found.find(residual, wide)
-        if bucket + 1 == group.stop and not self._whole_step:
-            self._move(group, k, state)
+        with step.tally.clock("select"):
+            self._accumulate(step, bucket, grad, (group, k, state))
+        if bucket + 1 == group.stop and not step.is_whole_model:
+            self._move(step, group, k, state)
 
     def finish(self, waited_since: float | None = None) -> StepStats:
         """End the step: apply it on all ranks, or on none. Every bucket must have been fed."""
-        if self._whole_step:
-            self._move(range(len(self.buckets)), self.k, self.whole)
-            self._set_quotas(self.k)
+        step = self._current
+        assert step is not None
+        if step.is_whole_model:
+            self._move(step, range(len(self.buckets)), self.k, step.whole)
+            self._set_quotas(step, self.k)
         # sums may overflow though no gradient did; they are the same on all ranks, so all see it
-        dtypes = {bucket: grad.dtype for bucket, grad in self._grads.items()}
+        dtypes = {bucket: grad.dtype for bucket, grad in step.grads.items()}
         divisor = self.comm.size / (1 + self._advance)
-        self.comm.alarm = self.comm.alarm or not self._tally.is_finite(dtypes, divisor)
-        self._tally.note_thresholds()
+        self.comm.alarm = self.comm.alarm or not step.tally.is_finite(dtypes, divisor)
+        step.tally.note_thresholds()
         skipped = self.comm.alarm
-        with self._tally.clock("scatter"):
+        with step.tally.clock("scatter"):
             if skipped:
-                self._skip()
+                nothing = float("nan") if self.settings.on_nonfinite == "deliver" else 0.0
+                for grad in step.grads.values():
+                    grad.fill_(nothing)
             else:
-                for bucket, exchanged in self._tally.moved.items():
-                    self._settle(bucket, exchanged)
-                self._undo.release()
-        self._open = False
+                for bucket, exchanged in step.tally.moved.items():
+                    self._settle(step, bucket, exchanged)
+                self._restore_held(step)
         num_riding = 0 if self.phase == "dense" else self.num_dense
-        stats = self._tally.stats(
+        stats = step.tally.stats(
             step=self.step,
             phase=self.phase,
             numel=self.numel,
@@ -183,10 +215,23 @@ class Engine:
             skipped=skipped,
             waited_since=waited_since,
             size=self.comm.size,
-            itemsize=max((grad.dtype.itemsize for grad in self._grads.values()), default=4),
+            itemsize=max((grad.dtype.itemsize for grad in step.grads.values()), default=4),
         )
-        self.step += 1
+        self._end(step, skipped)
         return stats
+
+    def _end(self, step: Step, skipped: bool) -> None:
+        """The step counts, and unless it was skipped, what it made replaces what was before."""
+        with self.lock:
+            self.step += 1
+            self.skipped += skipped
+            self._current = None
+            if skipped:
+                return
+            self.states, self.whole, self.quotas = step.states, step.whole, step.quotas
+            if step.acc is not None:
+                before, self.residual = self.residual, step.acc
+                self._spare = before if step.acc.device.type == "cpu" else None
 
     def raise_if_asked(self, stats: StepStats) -> None:
         """Raise NonfiniteError after a skipped step, if the settings say so."""
@@ -202,11 +247,12 @@ class Engine:
 
     def rescale(self, factor: float) -> None:
         """All gradients from now on are `factor` times as large: so is what is owed."""
-        if self.residual is not None:
-            self.residual.mul_(factor)
-        for state in (*self.states, self.whole):
-            state.local = state.local and state.local.scaled(factor)
-            state.result = state.result and state.result.scaled(factor)
+        with self.lock:
+            if self.residual is not None:
+                self.residual.mul_(factor)
+            for state in (*self.states, self.whole):
+                state.local = state.local and state.local.scaled(factor)
+                state.result = state.result and state.result.scaled(factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, thresholds, bounds and quotas; the residual is the caller's to name."""
@@ -247,25 +293,53 @@ class Engine:
         """Entries of a group that travel sparse."""
         return sum(self.buckets[b].numel - self.buckets[b].num_dense for b in self.groups[number])
 
-    def _acc_of(self, group: range) -> Tensor:
-        assert self.residual is not None
-        return self.residual[self.starts[group.start] : self.starts[group.stop]]
+    def _part(self, acc: Tensor | None, group: range) -> Tensor:
+        assert acc is not None
+        return acc[self.starts[group.start] : self.starts[group.stop]]
 
-    def _prepared(self, bucket: int, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """A bucket's residual and gradient, ready to accumulate; the riders are taken off."""
+    def _new_acc(self, grad: Tensor) -> Tensor:
+        """Memory for residual plus gradient of the whole model; the residual is there from now."""
         if self.residual is None:
             self.residual = torch.zeros(self.numel, dtype=acc_dtype(grad), device=grad.device)
-        residual, ranges = self.residual_of(bucket), self.buckets[bucket].dense
+        spare = self._spare
+        fits = spare is not None and (spare.shape, spare.dtype, spare.device) == (
+            self.residual.shape,
+            self.residual.dtype,
+            self.residual.device,
+        )
+        return spare if fits and spare is not None else torch.empty_like(self.residual)
+
+    def _accumulate(
+        self, step: Step, bucket: int, grad: Tensor, chosen: tuple[range, int, State]
+    ) -> None:
+        """Add a bucket's gradient to its residual, and look for candidates of its group."""
+        group, k, state = chosen
+        residual = self.residual_of(bucket)
+        acc = self._part(step.acc, range(bucket, bucket + 1))
         assert residual is not None
+        wide = self._prepared(step, bucket, grad, residual)
+        if bucket == group.start and step.method.scout is not None and not step.is_whole_model:
+            step.found = step.method.scout(self._part(step.acc, group), k, state)
+        if step.found is None:
+            torch.add(residual, wide, out=acc)
+        else:
+            step.found.find(residual, wide, acc)
+
+    def _prepared(self, step: Step, bucket: int, grad: Tensor, residual: Tensor) -> Tensor:
+        """The gradient in the residual's dtype, without what travels dense or must be left out."""
+        ranges = self.buckets[bucket].dense
         parts = [grad[start:end].to(residual.dtype, copy=True) for start, end in ranges]
-        self._riders[bucket] = torch.cat(parts) if parts else residual[:0]
+        step.riders[bucket] = torch.cat(parts) if parts else residual[:0]
         for start, end in ranges:  # so they are never selected, and owe nothing
             grad[start:end] = 0
-        # DDP delivers nothing to a parameter that no rank used: what is owed to it would be lost
+        wide = grad.to(residual.dtype)
+        # DDP delivers nothing to a parameter that no rank used: its residual must stay here, so
+        # acc is made 0, of which nothing can be selected
         for start, end in self.buckets[bucket].may_be_unused:
             if not grad[start:end].any():
-                self._undo.hold(residual[start:end])
-        return residual, grad.to(residual.dtype)
+                wide[start:end] = -residual[start:end]
+                step.held.append((self.starts[bucket] + start, self.starts[bucket] + end))
+        return wide
 
     def _inspected(self, local: Sparse, k: int, acc: Tensor, rider: Tensor) -> Sparse:
         """Raise the alarm at a NaN or Inf, and offer nothing then.
@@ -277,52 +351,46 @@ class Engine:
         self.comm.alarm = self.comm.alarm or not finite
         return local if finite else empty(local.numel, acc)
 
-    def _move_densely(self, bucket: int, grad: Tensor) -> None:
-        with self._tally.clock("select"):
+    def _move_densely(self, step: Step, bucket: int, grad: Tensor) -> None:
+        with step.tally.clock("select"):
             acc = grad.to(acc_dtype(grad))
             owed = self.residual_of(bucket)
             if owed is not None:  # what a sparse phase before this one still owes
                 acc = acc + owed
-            local = self._method.select(acc, acc.numel(), self.whole, None)
-        with self._tally.clock("exchange"):
-            args = local, local.values[:0], local.num, self.whole, self.comm
-            self._tally.moved[bucket] = self._method.exchange(*args)
+            local = step.method.select(acc, acc.numel(), step.whole, None)
+        with step.tally.clock("exchange"):
+            args = local, local.values[:0], local.num, step.whole, self.comm
+            step.tally.moved[bucket] = step.method.exchange(*args)
 
-    def _move(self, group: range, k: int, state: State) -> None:
+    def _move(self, step: Step, group: range, k: int, state: State) -> None:
         """Select and exchange a group, then hand every bucket its part."""
-        with self._tally.clock("select"):
-            acc = self._acc_of(group)
-            local = self._method.select(acc, k, state, self._found)
-            rider = torch.cat([self._riders[bucket] for bucket in group])
+        with step.tally.clock("select"):
+            acc = self._part(step.acc, group)
+            local = step.method.select(acc, k, state, step.found)
+            rider = torch.cat([step.riders[bucket] for bucket in group])
             local = self._inspected(local, k, acc, rider)
-        with self._tally.clock("exchange"):
-            exchanged = self._method.exchange(local, rider, k, state, self.comm)
-            self._tally.moved |= by_bucket(exchanged, group, self.buckets)
+        with step.tally.clock("exchange"):
+            exchanged = step.method.exchange(local, rider, k, state, self.comm)
+            step.tally.moved |= by_bucket(exchanged, group, self.buckets)
 
-    def _set_quotas(self, k: int) -> None:
+    def _set_quotas(self, step: Step, k: int) -> None:
         """Share k as the result was shared; every group starts at the model's thresholds."""
-        counts = [sum(self._tally.moved[b].result.num for b in group) for group in self.groups]
+        counts = [sum(step.tally.moved[b].result.num for b in group) for group in self.groups]
         most = [self._most(number) for number in range(len(self.groups))]
-        self.quotas = share_out(k, counts, most)
-        for state in self.states:
-            state.local, state.result = self.whole.local, self.whole.result
+        step.quotas = share_out(k, counts, most)
+        for state in step.states:
+            state.local, state.result = step.whole.local, step.whole.result
 
-    def _settle(self, bucket: int, exchanged: Exchanged) -> None:
-        grad = self._grads[bucket]
-        settle_(grad, self.residual_of(bucket), exchanged, self.comm.size, self._advance)
+    def _settle(self, step: Step, bucket: int, exchanged: Exchanged) -> None:
+        grad = step.grads[bucket]
+        acc = None if step.acc is None else self._part(step.acc, range(bucket, bucket + 1))
+        settle_(grad, acc, exchanged, self.comm.size, self._advance)
         ranges = self.buckets[bucket].dense if self.phase == "sparse" else ()
         sums = exchanged.rider.split([end - start for start, end in ranges]) if ranges else ()
         for (start, end), total in zip(ranges, sums, strict=True):
             grad[start:end] = total / self.comm.size
 
-    def _skip(self) -> None:
-        """Leave everything as it was before the step, to the bit."""
-        self.skipped += 1
-        self._put_back()
-        for grad in self._grads.values():
-            grad.fill_(float("nan") if self.settings.on_nonfinite == "deliver" else 0.0)
-
-    def _put_back(self) -> None:
-        self._undo.put_back()
-        self.states, self.whole, self.quotas = self._saved
-        self._open = False
+    def _restore_held(self, step: Step) -> None:
+        for start, end in step.held:
+            assert step.acc is not None and self.residual is not None
+            step.acc[start:end] += self.residual[start:end]

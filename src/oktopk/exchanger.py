@@ -6,15 +6,19 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future as ConcurrentFuture
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from oktopk.engine import NonfiniteError
+
+T = TypeVar("T")
+CLOSED = "the handle of this model was closed: attach it again"
 
 
 @dataclass(slots=True)
@@ -45,7 +49,7 @@ class Exchanger:
 
     def __init__(self, take: weakref.WeakMethod[Callable[[Arrived], None]]) -> None:
         self._take = take
-        self._queue: queue.SimpleQueue[tuple[Arrived, Any] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Arrived | Callable, Any] | None] = queue.SimpleQueue()
         self.failure: Exception | None = None
         """What ended the exchange for good; None while it is well."""
 
@@ -60,11 +64,32 @@ class Exchanger:
             devices=[device] if device.type == "cuda" else None
         )
         if self._closed:
-            done.set_result(RuntimeError("the handle of this model was closed: attach it again"))
+            done.set_result(RuntimeError(CLOSED))
         else:
             self._queue.put((arrived, done))
         # an error must be raised inside `then`: DDP waits in C++, where set_exception is not seen
         return done.then(_value_or_raise)
+
+    def call(self, act: Callable[[], T]) -> T:
+        """Run `act` on this thread, after what was queued before, and wait for what it returns.
+
+        For collectives outside of a step: all collectives of a rank leave from one thread.
+        """
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("called from on_step, which must not start collectives")
+        if self._closed:
+            raise RuntimeError(CLOSED)
+        done: ConcurrentFuture[T] = ConcurrentFuture()
+        self._queue.put((act, done))
+        return done.result()
+
+    def _answer(self, act: Callable[[], T], done: ConcurrentFuture[T]) -> None:
+        try:
+            if self.failure is not None:
+                raise self.failure
+            done.set_result(act())
+        except BaseException as error:  # noqa: BLE001 - raised by `result`, on the caller's thread
+            done.set_exception(error)
 
     def close(self, timeout: float = 5.0) -> None:
         """Let the thread end; a thread stuck in a dead collective is left to the daemon rule."""
@@ -76,8 +101,11 @@ class Exchanger:
     def _run(self) -> None:
         pending: list[tuple[Arrived, Any]] = []
         while (item := self._queue.get()) is not None:
-            arrived, _ = item
-            pending.append(item)
+            arrived, done = item
+            if not isinstance(arrived, Arrived):
+                self._answer(arrived, done)
+                continue
+            pending.append((arrived, done))
             try:
                 with self._stream(arrived):
                     error = self._attempt(arrived)

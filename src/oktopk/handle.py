@@ -10,18 +10,21 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from msgspec import to_builtins
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from oktopk import saved_state
+from oktopk.bucket_tracker import BucketTracker, Layout
 from oktopk.clipping import clip_
 from oktopk.comm import Comm, ExchangeError
 from oktopk.engine import Engine, NonfiniteError
 from oktopk.exchanger import Arrived, Exchanger
 from oktopk.followed import Followed
-from oktopk.handover import fitting
+from oktopk.gathered import GatheredState, gather_states
 from oktopk.handshake import agree
 from oktopk.moments import LateMoments
-from oktopk.named import Layout, Named
+from oktopk.named import Named
 from oktopk.policy import Policy
 from oktopk.rollcall import RollCall
 from oktopk.settings import Settings
@@ -30,10 +33,6 @@ from oktopk.stats import StepStats
 from oktopk.weights import check_replicas
 
 log = logging.getLogger("oktopk")
-
-# DDP rebuilds its buckets once, after the first step or (static graph) the second. Asking it
-# whether it has would take a lock that backward holds, so a few equal steps must tell.
-STEADY = 2
 
 
 class Handle:
@@ -72,10 +71,10 @@ class Handle:
             last=lambda: handle.stats if (handle := mine()) else None,
         )
         self._layout: Layout = []
-        self._loaded = False  # the layout came from a state, not from DDP
+        self._buckets = BucketTracker()
         self._agreed = False
-        self._seen: list[tuple[int, ...]] = []  # signatures of the last step's buckets
-        self._steady = 0  # steps for which they have been the same
+        self._overlaps: list[tuple[int, ...]] = []
+        """Signatures of DDP's buckets, once each is exchanged as it comes; empty before."""
         self._waiting: list[Arrived] = []
         self._staged: list[Tensor] | None = None
         self.exchanger = Exchanger(weakref.WeakMethod(self._take))
@@ -98,65 +97,99 @@ class Handle:
 
     @property
     def residuals(self) -> dict[str, Tensor]:
-        """What this rank still owes, by parameter name, in the parameter's shape."""
-        owed = {}
-        for bucket, names in enumerate(self._layout):
-            residual = self._engine.residual_of(bucket)
-            if residual is None:
-                return {}
-            owed |= self._named.views(residual, names)
-        return owed
+        """What this rank has not applied yet, by parameter name, in the parameter's shape.
+
+        Of the last finished step, and valid until the next one ends; empty before the sparse phase.
+        """
+        with self._engine.lock:
+            owed = {}
+            for bucket, names in enumerate(self._layout):
+                residual = self._engine.residual_of(bucket)
+                if residual is None:
+                    return {}
+                owed |= self._named.views(residual, names)
+            return owed
 
     @property
     def dense_parameters(self) -> list[str]:
         """Names of the parameters that travel whole: biases, norms, tiny ones, and as asked."""
         return [name for name in self._named.parameters if self._named.is_dense(name)]
 
+    @property
+    def gathered(self) -> GatheredState:
+        """The states of all ranks as one, for frameworks that save what one rank has.
+
+        `accelerator.register_for_checkpointing(handle.gathered)`
+        """
+        return GatheredState(self)
+
     def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact resume needs: residuals by name, and thresholds, bounds, counters.
 
-        The keys are the same on every rank and at any time, so a fresh handle's state is a template
-        for `torch.distributed.checkpoint`; the residuals are this rank's own.
+        Of the last finished step, also while another one is under way, and from any thread. The
+        keys are the same on every rank and at any time, so a fresh handle's state is a template
+        for `torch.distributed.checkpoint`; frozen parameters have no keys. The residuals are this
+        rank's own: save one file per rank, or use `gathered_state_dict`.
         """
-        self._engine.abandon()
-        facts = {
-            "method": self.settings.method,
-            "world_size": self.comm.size,
-            "rank": self.comm.rank,
-            "layout": self._layout,
-            "engine": self._engine.state_dict(),
-            "followed": self._followed.state_dict(),
-        }
-        owed = self.residuals
-        return {
-            "residuals": {
-                name: owed[name].clone(memory_format=torch.contiguous_format)
-                if name in owed
-                else torch.zeros(p.shape, dtype=acc_dtype(p), device=p.device)
-                for name, p in self._named.parameters.items()
-            },
-            "arrived": self._moments.state_dict(),
-            "facts": json.dumps(facts),
-        }
+        with self._engine.lock:
+            facts = {
+                "format": saved_state.FORMAT,
+                "method": self.settings.method,
+                "world_size": self.comm.size,
+                "rank": self.comm.rank,
+                "frozen": self._named.frozen,
+                "layout": self._layout,
+                "settled_layout": self._buckets.settled,
+                "engine": self._engine.state_dict(),
+                "followed": self._followed.state_dict(),
+            }
+            owed = self.residuals
+            return {
+                "residuals": {
+                    name: owed[name].clone(memory_format=torch.contiguous_format)
+                    if name in owed
+                    else torch.zeros(p.shape, dtype=acc_dtype(p), device=p.device)
+                    for name, p in self._named.parameters.items()
+                },
+                "arrived": self._moments.state_dict(),
+                "facts": json.dumps(facts),
+            }
+
+    def gathered_state_dict(self) -> dict[str, Any]:
+        """The states of all ranks, on every rank. A collective: all ranks must call it.
+
+        For frameworks that save what one rank has. It takes the memory of all ranks' residuals.
+        """
+        mine, device = self.state_dict(), next(iter(self._named.parameters.values())).device
+        return self.exchanger.call(lambda: gather_states(mine, self.comm, device))
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Go on where `state_dict` was taken: the same bits as a run that never stopped.
+        """Continue where `state_dict` was taken: the same bits as a run that never stopped.
 
-        A list of all ranks' states, saved by another number of ranks, is loaded too: rank r takes
-        over what ranks r, r+P, ... owed. The method must be the same; one that `auto` picked gives
+        Takes this rank's own state, what `gathered_state_dict` gave, or a list of all ranks'
+        states. The last two may be of another number of ranks: rank r then takes over the
+        residuals of ranks r, r+P, ... The method must be the same; one that `auto` picked gives
         way to that of the state, whatever the network is like now.
         """
-        names = self._named.parameters
-        method = None if self.takes_any_method else self.settings.method
-        facts, owed, arrived = fitting(state, self.comm, method, names)
-        self.settings = self._engine.settings = replace(self.settings, method=facts["method"])
-        owes = any(bool(part.any()) for part in owed.values())
-        self._lay_out(facts["layout"], owed if owes else {})
-        self._engine.load_state_dict(facts["engine"])
-        self._followed.load_state_dict(facts["followed"])
-        self._moments.load_state_dict(arrived)
-        self._loaded, self._steady, self._seen = bool(facts["layout"]), 0, []
-        self._agreed = False
+        saved = saved_state.load(
+            state,
+            rank=self.comm.rank,
+            world_size=self.comm.size,
+            method=None if self.takes_any_method else self.settings.method,
+            parameters=self._named.parameters,
+            frozen=self._named.frozen,
+        )
+        facts = saved.facts
+        has_residual = any(bool(part.any()) for part in saved.residuals.values())
+        with self._engine.lock:
+            self.settings = self._engine.settings = replace(self.settings, method=facts.method)
+            self._lay_out(facts.layout, saved.residuals if has_residual else {})
+            self._engine.load_state_dict(to_builtins(facts.engine))
+            self._followed.load_state_dict(to_builtins(facts.followed))
+            self._moments.load_state_dict(saved.arrived)
+            self._buckets.restart(facts.settled_layout)
+            self._overlaps = []
+            self._agreed = False
 
     def close(self) -> None:
         """End the exchange thread and its process group. The model must not be trained any more."""
@@ -174,26 +207,24 @@ class Handle:
         except NonfiniteError:
             raise
         except BaseException as error:  # sys.exit() in on_step too: the others must hear of it
-            try:
-                self._engine.abandon()  # now: the user may refill the buffers the undo needs
-            finally:
-                self._roll_call.give_up(error, self.comm)
+            self._engine.rollback()
+            self._roll_call.give_up(error, self.comm)
             raise
 
     def _feed(self, arrived: Arrived) -> None:
         if arrived.index == 0:
             self._waiting = []
         self._waiting.append(arrived)
-        early = self._steady >= STEADY and self.clip_before is None
-        if early:
-            known = self._seen[arrived.index : arrived.index + 1]
+        overlaps = bool(self._overlaps)
+        if overlaps:
+            known = self._overlaps[arrived.index : arrived.index + 1]
             if known != [arrived.signature()]:
                 raise RuntimeError("DDP changed its buckets in the middle of training")
             if arrived.index == 0:
                 self._begin()
             self._engine.feed(arrived.index, arrived.buffer)
         if arrived.is_last:
-            if not early:
+            if not overlaps:
                 self._feed_all()
             self._finish(arrived)
 
@@ -220,24 +251,24 @@ class Handle:
             self._engine.rescale(scale)
         factors = self._followed.rate_factors(self._named.parameters)  # it must see every rate
         self.rate_factors = factors if self.settings.follow_rate else {}
-        for name, residual in self.residuals.items() if self.rate_factors else ():
-            residual.mul_(self.rate_factors.get(name, 1.0))
+        with self._engine.lock:
+            for name, residual in self.residuals.items() if self.rate_factors else ():
+                residual.mul_(self.rate_factors.get(name, 1.0))
 
     def _feed_all(self) -> None:
         """All buckets at once: while DDP may still change them, and to clip before the exchange."""
-        signatures = [arrived.signature() for arrived in self._waiting]
-        layout = self._named.layout_of(self._waiting)
-        self._named.check_sizes(self._waiting, layout)
-        self._steady = self._steady + 1 if signatures == self._seen else 0
-        self._seen = signatures
-        # a loaded layout is kept until DDP comes to it, or has settled on another
-        if layout != self._layout and (not self._loaded or self._steady >= STEADY):
-            self._lay_out(layout, self.residuals)
-        self._loaded = self._loaded and layout != self._layout
+        ddp = self._named.layout_of(self._waiting)
+        self._named.check_sizes(self._waiting, ddp)
+        layout = self._buckets.observe(self.step, self._layout, ddp)
+        if layout != self._layout:
+            with self._engine.lock:
+                self._lay_out(layout, self.residuals)
+        copied = layout != ddp
+        if self._buckets.is_steady and not copied and self.clip_before is None:
+            self._overlaps = [arrived.signature() for arrived in self._waiting]
         if not self._agreed:
             self._agree()
-        moved = layout != self._layout
-        staged = self._named.staged(self._waiting, self._layout) if moved else None
+        staged = self._named.staged(self._waiting, self._layout) if copied else None
         grads = staged or [arrived.buffer for arrived in self._waiting]
         if self.clip_before is not None:
             clip_(grads, self.clip_before * self._followed.scale)

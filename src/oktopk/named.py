@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from oktopk.bucket_tracker import Layout
 from oktopk.exchanger import Arrived
 from oktopk.layout import Bucket
 from oktopk.policy import Policy
-
-Layout = list[list[str]]
-"""The names in every bucket, in the order of their gradients."""
+from oktopk.saved_state import clean_name
 
 
 class Named:
@@ -20,15 +19,25 @@ class Named:
     def __init__(self, model: DistributedDataParallel, policy: Policy) -> None:
         managed = {id(parameter) for parameter in model._module_parameters}
         self._names: dict[Tensor, str] = {
-            parameter: name
+            parameter: clean_name(name)
             for name, parameter in model.module.named_parameters()
             if id(parameter) in managed
         }
-        self.parameters = {name: parameter for parameter, name in self._names.items()}
+        self.parameters = {name: p for p, name in self._names.items() if p.requires_grad}
+        """Those that are trained: a frozen one has no gradient, so it needs no residual."""
+
         self._finds_unused = model.find_unused_parameters
         self._policy = policy
 
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the parameters that are not trained."""
+        return [name for name in self._names.values() if name not in self.parameters]
+
     def layout_of(self, buckets: list[Arrived]) -> Layout:
+        for arrived in buckets:
+            for parameter in arrived.parameters:  # one that was frozen after DDP had taken it on
+                self.parameters.setdefault(self._names[parameter], parameter)
         return [[self._names[p] for p in arrived.parameters] for arrived in buckets]
 
     def check_sizes(self, buckets: list[Arrived], layout: Layout) -> None:

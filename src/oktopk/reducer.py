@@ -100,13 +100,9 @@ class Reducer:
             raise TypeError(f"rank {self.comm.rank}: expected a tensor, got {type(grad).__name__}")
         grad = grad.detach()
         self._check(grad)
-        try:
-            self._engine.begin()
-            self._engine.feed(0, grad)
-            stats = self._engine.finish()
-        except BaseException:
-            self._engine.abandon()  # now, while `grad` still has what the residual was
-            raise
+        self._engine.begin()
+        self._engine.feed(0, grad)
+        stats = self._engine.finish()
         self._engine.raise_if_asked(stats)
         return stats
 

@@ -97,29 +97,22 @@ def trim(sparse: Sparse, low: float, k: int) -> tuple[Sparse, float]:
     return form(sparse.values.device.type).trim(sparse, low, k)
 
 
-def accumulate_(residual: Tensor, grad: Tensor) -> None:
-    """`residual += grad`, and `grad` becomes what `residual` was. One pass over both.
-
-    So the addition can be undone to the bit, without a third tensor.
-    """
-    form(residual.device.type).accumulate_(residual, grad)
-
-
 def accumulate_select(
     residual: Tensor,
     grad: Tensor,
+    acc: Tensor,
     threshold: float,
     capacity: int,
     into: Room | None = None,
     base: int = 0,
 ) -> tuple[Sparse, int]:
-    """`accumulate_`, then `select` from what `residual` has become, in one pass over both.
+    """`acc = residual + grad`, then `select` from `acc`, in one pass over the three.
 
     Indices count from `base`. They and the values are written to `into`, which has room for
     `capacity + SLACK`, and come back as views of it; None makes new ones.
     """
     kernel = form(residual.device.type).accumulate_select
-    return kernel(residual, grad, threshold, capacity, into, base)
+    return kernel(residual, grad, acc, threshold, capacity, into, base)
 
 
 def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) -> Sparse:

@@ -17,7 +17,6 @@ from oktopk.kernels.counting import trim as trim
 from oktopk.kernels.late import take_late as take_late
 from oktopk.kernels.packing import decode_indices as decode_indices
 from oktopk.kernels.packing import encode_indices as encode_indices
-from oktopk.kernels.selecting import accumulate_ as accumulate_
 from oktopk.kernels.selecting import accumulate_select as accumulate_select
 from oktopk.kernels.selecting import select as select
 from oktopk.kernels.vector import compiled, lowest_bit, prefetch

@@ -8,8 +8,6 @@ values themselves, or in `merge` a flag per value.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -55,13 +53,11 @@ def _count(keys, level, counts, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _add_count(acc, grad, level, counts, n, BLOCK: tl.constexpr):
-    """As _count, after acc += grad; grad becomes what acc was."""
+def _add_count(residual, grad, acc, level, counts, n, BLOCK: tl.constexpr):
+    """As _count on acc, after acc = residual + grad."""
     at = _positions(BLOCK)
-    before = tl.load(acc + at, at < n, other=0)
-    total = before + tl.load(grad + at, at < n, other=0)
+    total = tl.load(residual + at, at < n, other=0) + tl.load(grad + at, at < n, other=0)
     tl.store(acc + at, total, at < n)
-    tl.store(grad + at, before, at < n)
     tl.store(counts + tl.program_id(0), tl.sum(_hits(total, level, at < n).to(tl.int32), 0))
 
 
@@ -197,22 +193,18 @@ def select(x: Tensor, threshold: float, capacity: int) -> tuple[Sparse, int]:
     return _compact(x, level, x, counts, capacity)
 
 
-def accumulate_(residual: Tensor, grad: Tensor) -> None:
-    level, counts = _level(math.inf, residual), _counts(residual)  # a count nobody needs
-    _launch(_add_count, residual.numel(), residual, grad, level, counts)
-
-
 def accumulate_select(
     residual: Tensor,
     grad: Tensor,
+    acc: Tensor,
     threshold: float,
     capacity: int,
     into: Room | None = None,
     base: int = 0,
 ) -> tuple[Sparse, int]:
-    level, counts = _level(threshold, residual), _counts(residual)
-    _launch(_add_count, residual.numel(), residual, grad, level, counts)
-    found, count = _compact(residual, level, residual, counts, capacity)
+    level, counts = _level(threshold, acc), _counts(acc)
+    _launch(_add_count, acc.numel(), residual, grad, acc, level, counts)
+    found, count = _compact(acc, level, acc, counts, capacity)
     return placed(found, into, base), count
 
 

@@ -68,22 +68,17 @@ def bin_threshold(bits: int, dtype: torch.dtype) -> float:
     return torch.tensor(bits, dtype=INTEGER[dtype]).view(dtype).item()
 
 
-def accumulate_(residual: Tensor, grad: Tensor) -> None:
-    before = residual.clone()
-    residual.add_(grad)
-    grad.copy_(before)
-
-
 def accumulate_select(
     residual: Tensor,
     grad: Tensor,
+    acc: Tensor,
     threshold: float,
     capacity: int,
     into: Room | None = None,
     base: int = 0,
 ) -> tuple[Sparse, int]:
-    accumulate_(residual, grad)
-    found, count = select(residual, threshold, capacity)
+    torch.add(residual, grad, out=acc)
+    found, count = select(acc, threshold, capacity)
     return placed(found, into, base), count
 
 

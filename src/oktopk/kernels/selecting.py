@@ -66,25 +66,18 @@ def _select(x, level, threshold, capacity, indices, values):
 
 
 @compiled
-def _accumulate(acc, grad):
-    for i in range(acc.size):
-        before = acc[i]
-        acc[i] = before + grad[i]
-        grad[i] = before
-
-
-@compiled
-def _accumulate_select(acc, grad, level, threshold, capacity, base, indices, values):
+def _accumulate_select(residual, grad, acc, level, threshold, capacity, base, indices, values):
     count = 0
     num_words = max(acc.size // WIDTH - 1, 0)
     for word in range(num_words):
-        hits = add_hit_word(acc, grad, word * WIDTH, threshold)
+        hits = add_hit_word(residual, grad, acc, word * WIDTH, threshold)
         if count <= capacity:
             count = _emit(hits, acc, word * WIDTH, base, indices, values, count)
         else:
             count += np.intp(num_bits(hits))
     start = num_words * WIDTH
-    _accumulate(acc[start:], grad[start:])
+    for i in range(start, acc.size):
+        acc[i] = residual[i] + grad[i]
     return _select_tail(acc, level, capacity, base, indices, values, start, count)
 
 
@@ -103,13 +96,10 @@ def select(x: Tensor, threshold: float, capacity: int) -> tuple[Sparse, int]:
     return Sparse(indices[:num], values[:num], x.numel()), count
 
 
-def accumulate_(residual: Tensor, grad: Tensor) -> None:
-    _accumulate(residual.numpy(), grad.numpy())
-
-
 def accumulate_select(
     residual: Tensor,
     grad: Tensor,
+    acc: Tensor,
     threshold: float,
     capacity: int,
     into: Room | None = None,
@@ -118,7 +108,7 @@ def accumulate_select(
     capacity = min(capacity, residual.numel())
     indices, values = _room(residual, capacity) if into is None else into
     level, bits = bits_of(threshold, residual)
-    args = residual.numpy(), grad.numpy(), level, bits, capacity, base
+    args = residual.numpy(), grad.numpy(), acc.numpy(), level, bits, capacity, base
     count = _accumulate_select(*args, indices.numpy(), values.numpy())
     num = min(count, capacity)
     return Sparse(indices[:num], values[:num], base + residual.numel()), count

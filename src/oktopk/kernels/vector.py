@@ -58,20 +58,19 @@ def hit_word(typing, x, position, threshold):
 
 
 @intrinsic
-def add_hit_word(typing, acc, grad, position, threshold):
-    """As hit_word, after acc += grad for these 32; grad becomes what acc was."""
+def add_hit_word(typing, residual, grad, acc, position, threshold):
+    """As hit_word on acc, after acc = residual + grad for these 32."""
     bits = acc.dtype.bitwidth
     integer = types.int32 if bits == 32 else types.int64
-    signature = types.uint32(acc, grad, types.intp, integer)
+    signature = types.uint32(residual, grad, acc, types.intp, integer)
 
     def codegen(context, builder, signature, args):
-        to = _pointer(context, builder, signature.args[0], args[0], args[2])
-        of = _pointer(context, builder, signature.args[1], args[1], args[2])
-        before = _load(builder, to, bits)
-        total = builder.fadd(before, _load(builder, of, bits))
+        one, other, to = (
+            _pointer(context, builder, signature.args[i], args[i], args[3]) for i in range(3)
+        )
+        total = builder.fadd(_load(builder, one, bits), _load(builder, other, bits))
         builder.store(total, to).align = bits // 8
-        builder.store(before, of).align = bits // 8
-        return _hits(builder, total, args[3], bits)
+        return _hits(builder, total, args[4], bits)
 
     return signature, codegen
 

@@ -122,13 +122,15 @@ class Candidates:
     count: int = 0
     """How many there were, also those without room."""
 
-    def find(self, residual: Tensor, grad: Tensor) -> None:
-        """Add the gradient to its part of acc, and what reaches the threshold to the candidates."""
-        parts = kernels.spans(residual)
+    def find(self, residual: Tensor, grad: Tensor, acc: Tensor) -> None:
+        """`acc = residual + grad`, and what of it reaches the threshold joins the candidates."""
+        parts = kernels.spans(acc)
         if len(parts) == 1:
-            self._note(*self._found(residual, grad, self._left))
+            self._note(*self._found(residual, grad, acc, self._left))
             return
-        apart = kernels.side_by_side(lambda s: self._found(residual[s], grad[s], None), parts)
+        apart = kernels.side_by_side(
+            lambda s: self._found(residual[s], grad[s], acc[s], None), parts
+        )
         for sparse, count in apart:
             self._note(placed(sparse, self._left, self.numel), count)
 
@@ -141,10 +143,12 @@ class Candidates:
     def _left(self) -> Room:
         return self.room[0][self.num :], self.room[1][self.num :]
 
-    def _found(self, residual: Tensor, grad: Tensor, into: Room | None) -> tuple[Sparse, int]:
+    def _found(
+        self, residual: Tensor, grad: Tensor, acc: Tensor, into: Room | None
+    ) -> tuple[Sparse, int]:
         base = 0 if into is None else self.numel
         left = self.most - self.num
-        return kernels.accumulate_select(residual, grad, self.low, left, into, base)
+        return kernels.accumulate_select(residual, grad, acc, self.low, left, into, base)
 
     def _note(self, found: Sparse, count: int) -> None:
         self.num, self.numel = self.num + found.num, found.numel

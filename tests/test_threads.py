@@ -21,6 +21,7 @@ import oktopk
 from idioms import SPARSE, train
 from laws import assert_all_agree, assert_nothing_is_lost, simulated, trajectory
 from oktopk import METHODS, Reducer, kernels
+from oktopk.kernels import reference
 from oktopk.methods import Candidates
 from test_ddp_idioms import assert_same_bits
 from worlds import MIXED, threads
@@ -107,6 +108,13 @@ def test_candidates_beyond_the_room_are_counted_only(name, most, dtype):
     assert_threads_find_the_same(parts, [torch.zeros_like(full), grad, grad[:0]], most)
 
 
+def test_threads_without_compiled_kernels(monkeypatch):
+    monkeypatch.setattr(kernels, "form", lambda device_type: reference)
+    grad = torch.randn(2000, generator=torch.Generator().manual_seed(1))
+    for most in (0, 300, 2000):
+        assert_threads_find_the_same([grad / 2, grad[:7]], [grad.flip(0), grad[7:14]], most)
+
+
 def test_a_bucket_of_real_size_with_two_threads():
     """At the second sparse step acc is larger, so that far more than k reach the last threshold."""
     numel, before = 2 * kernels.SPAN + 7, torch.get_num_threads()
@@ -131,7 +139,7 @@ def test_half_precision_gradients_with_threads(dtype):
     def run(num):
         def main(comm):
             torch.set_num_threads(num)  # of this simulated rank; `simulate` has set it to 1
-            return trajectory(comm, "oktopk", 600, 0.1, "gaussian", 10, dtype)
+            return trajectory(comm, "oktopk", 4000, 0.05, "gaussian", 6, dtype)
 
         with threads(1):
             return oktopk.simulate(3, main)

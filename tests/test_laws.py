@@ -1,4 +1,4 @@
-"""The laws over every method, in real processes."""
+"""The laws over every method, in real processes, with one torch thread per rank and several."""
 
 from __future__ import annotations
 
@@ -15,61 +15,92 @@ from laws import (
 )
 from oktopk import METHODS
 from streams import STREAMS
-from worlds import SIZES
+from worlds import MIXED, SIZES
 
 N, DENSITY, STEPS = 2000, 0.02, 100
 over_methods = pytest.mark.parametrize("method", METHODS)
+
+# ranks, and threads of each; in `make test` several threads at 1 and 3 ranks only
+ALWAYS = [*((P, 1) for P in SIZES), (1, 2), (1, 4), (3, 2), (3, 4), (3, MIXED)]
+SLOW = [(P, num) for P in SIZES for num in (2, 4, MIXED) if (P, num) not in [*ALWAYS, (1, MIXED)]]
+
+
+def cases(several_only: bool = False):
+    every = [*ALWAYS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+    return every[len(SIZES) :] if several_only else every
+
+
+over_worlds = pytest.mark.parametrize(("P", "threads"), cases())
+over_threads = pytest.mark.parametrize(("P", "threads"), cases(several_only=True))
+
+
+def long_enough(P, method, threads) -> int:
+    """Steps: beyond new thresholds and bounds where a method has them."""
+    if threads != 1:  # only `oktopk` uses them
+        return 40 if method == "oktopk" else 4
+    return STEPS if method == "oktopk" or P == 3 else 12
 
 
 @pytest.fixture(scope="module")
 def long_run(world):
     """Many steps of whole numbers, threshold steps included; kept for the laws that look at it."""
 
-    def run(P, method):
-        steps = STEPS if method == "oktopk" or P == 3 else 12
-        return world.run(P, trajectory, method, N, DENSITY, "whole", steps)
+    def run(P, method, threads):
+        args = method, N, DENSITY, "whole", long_enough(P, method, threads)
+        return world.run(P, trajectory, *args, threads=threads)
 
     return cache(run)
 
 
 @over_methods
-@pytest.mark.parametrize("P", SIZES)
+@over_worlds
 class TestInRealProcesses:
-    def test_nothing_is_lost(self, long_run, P, method):
-        assert_nothing_is_lost(long_run(P, method), tolerance=0)
+    def test_nothing_is_lost(self, long_run, P, method, threads):
+        assert_nothing_is_lost(long_run(P, method, threads), tolerance=0)
 
-    def test_all_ranks_agree_bit_for_bit(self, long_run, P, method):
-        assert_all_agree(long_run(P, method))
+    def test_all_ranks_agree_bit_for_bit(self, long_run, P, method, threads):
+        assert_all_agree(long_run(P, method, threads))
 
-    def test_k_means_k(self, long_run, P, method):
+    def test_k_means_k(self, long_run, P, method, threads):
         if method != "dense":
-            assert_k_means_k(long_run(P, method), method)
+            assert_k_means_k(long_run(P, method, threads), method)
 
-    def test_fp32_loses_nothing_but_rounding(self, world, P, method):
-        steps = STEPS if (method, P) == ("oktopk", 3) else 6
-        ranks = world.run(P, trajectory, method, N, DENSITY, "heavy", steps, torch.float32)
+    def test_fp32_loses_nothing_but_rounding(self, world, P, method, threads):
+        steps = STEPS if (method, P, threads) == ("oktopk", 3, 1) else 6
+        args = method, N, DENSITY, "heavy", steps, torch.float32
+        ranks = world.run(P, trajectory, *args, threads=threads)
         assert_nothing_is_lost(ranks, tolerance=1e-6)
         assert_all_agree(ranks)
 
-    def test_tiny_gradients(self, world, P, method):
+    def test_tiny_gradients(self, world, P, method, threads):
         for n, density in [(0, 0.5), (1, 0.01), (3, 0.4), (7, 1.0)]:
-            ranks = world.run(P, trajectory, method, n, density, "gaussian", 3)
+            ranks = world.run(P, trajectory, method, n, density, "gaussian", 3, threads=threads)
             assert_nothing_is_lost(ranks, tolerance=1e-12)
             assert_all_agree(ranks)
 
-    def test_odd_gradients(self, world, P, method):
+    def test_odd_gradients(self, world, P, method, threads):
         for stream in ("zeros", "ties", "some_ranks_empty", "skewed", "cancelling"):
-            ranks = world.run(P, trajectory, method, 400, 0.05, stream, 4)
+            ranks = world.run(P, trajectory, method, 400, 0.05, stream, 4, threads=threads)
             assert_nothing_is_lost(ranks, tolerance=1e-12)
             assert_all_agree(ranks)
 
-    def test_density_one_is_the_mean(self, world, P, method):
+    def test_density_one_is_the_mean(self, world, P, method, threads):
         for stream, steps in (("gaussian", 2), ("cancelling", 3), ("ties", 2)):
-            ranks = world.run(P, trajectory, method, 200, 1.0, stream, steps)
+            ranks = world.run(P, trajectory, method, 200, 1.0, stream, steps, threads=threads)
             for step in range(steps):
                 mean = sum(STREAMS[stream](200, rank, step) for rank in range(P)) / P
                 torch.testing.assert_close(ranks[0][step].total / P, mean)
                 assert not ranks[0][step].residual.any()
+
+
+@over_methods
+@over_threads
+def test_threads_change_no_bit(world, long_run, P, threads, method):
+    several, one = long_run(P, method, threads), long_run(P, method, 1)
+    for with_several, with_one in zip(several, one, strict=True):
+        for mine, other in zip(with_several, with_one, strict=False):  # one may be longer
+            assert mine.total.equal(other.total) and mine.residual.equal(other.residual)
+            assert mine.stats.bytes_sent == other.stats.bytes_sent
 
 
 @over_methods

@@ -15,10 +15,10 @@ from laws import (
     assert_nothing_is_lost,
     simulated,
 )
-from oktopk import kernels, simulate
+from oktopk import simulate
 from oktopk.engine import Engine
 from oktopk.layout import Bucket
-from oktopk.methods import Candidates, balance
+from oktopk.methods import balance
 from oktopk.methods.agreement import kth_over_ranks
 from oktopk.methods.regions import agreed_bounds
 from oktopk.settings import Settings
@@ -211,22 +211,6 @@ def test_a_threshold_step_costs_no_spike():
     assert "threshold" in exact.stages and "threshold" not in reuse.stages
     assert exact.bytes_sent - exact.bytes_header <= 1.2 * (reuse.bytes_sent - reuse.bytes_header)
     assert exact.bytes_header <= 10_000
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads_find_the_same_candidates(monkeypatch, threads):
-    monkeypatch.setattr("oktopk.kernels.SPAN", 1000)
-    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
-    x, grad = (torch.randn(5000, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
-    room = torch.empty(5000 + kernels.SLACK, dtype=torch.int32), torch.empty(5000 + kernels.SLACK)
-    found = Candidates(2.5, 5000, room)
-    residual = x.clone()
-    found.find(residual, grad.clone())
-    assert len(kernels.spans(x)) == threads and residual.equal(x + grad)
-    whole, count = kernels.select(x + grad, 2.5, 5000)
-    joined = found.selection
-    assert found.count == count and joined.numel == 5000
-    assert joined.indices.equal(whole.indices) and joined.values.equal(whole.values)
 
 
 @pytest.mark.parametrize("group", [1, 2500, 10**9])

@@ -7,6 +7,7 @@ import os
 import pickle
 import tempfile
 import traceback
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from oktopk import kernels
 
 SIZES = (1, 2, 3, 4, 5, 8)
+MIXED = 0
+"""Instead of a number of threads: rank r has 1 + r."""
 
 
 def warm_kernels() -> None:
@@ -46,6 +49,27 @@ def forkserver():
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
     return context
+
+
+@contextmanager
+def threads(num: int):
+    """So many torch threads for the calling thread, all of which the kernels use, even for a vector
+    of a few entries: at its real value of `SPAN` they need millions."""
+    span, before = kernels.SPAN, torch.get_num_threads()
+    kernels.SPAN = 1
+    torch.set_num_threads(num)
+    try:
+        assert len(kernels.spans(torch.empty(2 * num))) == num
+        yield
+    finally:
+        kernels.SPAN = span
+        torch.set_num_threads(before)
+
+
+def with_threads(group, num: int, fn, *args):
+    """What fn(group, *args) returns when this rank has `num` threads."""
+    with threads(1 + dist.get_rank(group) if num == MIXED else num):
+        return fn(group, *args)
 
 
 def _serve(rank: int, size: int, rendezvous: str, pipe) -> None:
@@ -94,8 +118,13 @@ class World:
             theirs.close()
         self.run(self.size, _ready)
 
-    def run(self, P: int, fn, *args, timeout: float = 40) -> list:
-        """What fn(group, *args) returned on each of the first P ranks; raises if one did."""
+    def run(self, P: int, fn, *args, threads: int | None = None, timeout: float = 40) -> list:
+        """What fn(group, *args) returned on each of the first P ranks; raises if one did.
+
+        A number of `threads`, or MIXED, is for each rank, and has kernels use them at any size.
+        """
+        if threads is not None:
+            fn, args = with_threads, (threads, fn, *args)
         for pipe in self.pipes[:P]:
             pipe.send_bytes(pickle.dumps((P, fn, args)))
         answers = [self._answer(rank, timeout) for rank in range(P)]

@@ -53,6 +53,12 @@ def placed(sparse: Sparse, into: Room | None, base: int) -> Sparse:
     return Sparse(indices.copy_(sparse.indices + base), values.copy_(sparse.values), numel)
 
 
+def first(sparse: Sparse, most: int) -> Sparse:
+    """The first entries, at most `most`, as views."""
+    assert sparse.indices is not None
+    return Sparse(sparse.indices[:most], sparse.values[:most], sparse.numel)
+
+
 def empty(numel: int, like: Tensor) -> Sparse:
     """No entry at all, in the dtype and on the device of `like`."""
     return Sparse(like.new_empty(0, dtype=torch.int32), like.new_empty(0), numel)

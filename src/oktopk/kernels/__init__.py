@@ -10,8 +10,9 @@ selected, and whoever looks at the few selected values has seen every NaN of the
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from itertools import pairwise
 from types import ModuleType
@@ -42,12 +43,17 @@ SLACK = 64  # entries a kernel may write behind those that count
 
 
 @cache
-def _pool(threads: int) -> ThreadPoolExecutor:
+def _pool(threads: int, pid: int) -> ThreadPoolExecutor:
+    # one per process: threads do not survive a fork, and their pool would wait for them in a child
     return ThreadPoolExecutor(threads, thread_name_prefix="oktopk-kernel")
 
 
 def spans(x: Tensor) -> list[slice]:
-    """Parts of x, in order, that are worth a thread each; on a CPU as many as torch has threads."""
+    """Parts of x, in order, that are worth a thread each; on a CPU as many as torch has threads.
+
+    torch counts per calling thread: one has the number that was set when it first asked. So ranks,
+    and threads of one rank, may differ here; nothing that is exchanged may depend on it.
+    """
     num = 1
     if x.device.type == "cpu":
         num = max(1, min(torch.get_num_threads(), x.numel() // SPAN))
@@ -56,8 +62,16 @@ def spans(x: Tensor) -> list[slice]:
 
 
 def side_by_side(work: Callable[[slice], T], parts: list[slice]) -> list[T]:
-    """`work` on all parts at once."""
-    return list(_pool(len(parts)).map(work, parts))
+    """`work` on all parts at once, the results in order. It must not call this function itself.
+
+    An error, Ctrl-C too, is raised only when all parts are done: until then they write.
+    """
+    pool = _pool(len(parts), os.getpid())
+    futures = [pool.submit(work, part) for part in parts]
+    try:
+        return [future.result() for future in futures]
+    finally:
+        wait(futures)
 
 
 def all_finite(x: Tensor) -> bool:

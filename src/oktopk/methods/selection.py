@@ -15,7 +15,7 @@ from torch import Tensor
 
 from oktopk import kernels
 from oktopk.methods.state import Level, State, slope_between
-from oktopk.sparse import Room, Sparse, empty, placed
+from oktopk.sparse import Room, Sparse, empty, first, placed
 
 BAND = 0.1  # counts may be this fraction off k
 AIM = 1.1  # candidates wanted, in k: enough to hold k when the scale moved a little
@@ -132,7 +132,9 @@ class Candidates:
             lambda s: self._found(residual[s], grad[s], acc[s], None), parts
         )
         for sparse, count in apart:
-            self._note(placed(sparse, self._left, self.numel), count)
+            # no part knows of the others: each may have found as many as there is room for in all
+            fitting = first(sparse, self.most - self.num)
+            self._note(placed(fitting, self._left, self.numel), count)
 
     @property
     def selection(self) -> Sparse:

@@ -30,30 +30,29 @@ LOW = 1.0  # the threshold of the candidates
 NOT_FINITE = [float("nan"), float("inf"), float("-inf")]
 
 
-def found_by(num: int, residuals, grads, most: int) -> tuple[Candidates, list, list]:
-    """The candidates of all parts with `num` threads, and what residuals and gradients became."""
+def found_by(num: int, residuals, grads, most: int) -> tuple[Candidates, list]:
+    """The candidates of all parts with `num` threads, and the sums of residual and gradient."""
     room = most + kernels.SLACK
     values = torch.empty(room, dtype=residuals[0].dtype)
     found = Candidates(LOW, most, (torch.empty(room, dtype=torch.int32), values))
-    residuals, grads = [x.clone() for x in residuals], [x.clone() for x in grads]
+    sums = [torch.empty_like(x) for x in residuals]
     with threads(num):
-        for residual, grad in zip(residuals, grads, strict=True):
-            found.find(residual, grad)
-    return found, residuals, grads
+        for residual, grad, acc in zip(residuals, grads, sums, strict=True):
+            found.find(residual, grad, acc)
+    return found, sums
 
 
 def assert_threads_find_the_same(residuals, grads, most: int) -> Candidates:
-    one, *after = found_by(1, residuals, grads, most)
+    one, sums = found_by(1, residuals, grads, most)
     acc = torch.cat(residuals) + torch.cat(grads)
     whole, count = kernels.select(acc, LOW, most)
     for num in (1, 2, 3, 4):
-        mine, *mine_after = found_by(num, residuals, grads, most)
+        mine, my_sums = found_by(num, residuals, grads, most)
         chosen = mine.selection
         assert mine.count == count and mine.num == min(count, most)
         assert chosen.numel == acc.numel() and chosen.indices.equal(whole.indices)
         assert same_bits(chosen.values, whole.values)
-        for mine_parts, parts in zip(mine_after, after, strict=True):
-            assert all(map(same_bits, mine_parts, parts))
+        assert all(map(same_bits, my_sums, sums))
     return one
 
 
@@ -177,7 +176,7 @@ def test_callers_on_eight_threads_share_the_pools(monkeypatch):
         for _ in range(30):
             room = torch.empty(700, dtype=torch.int32), torch.empty(700)
             found = Candidates(LOW, 600, room)
-            found.find(torch.zeros(3000), grads[i].clone())
+            found.find(torch.zeros(3000), grads[i], torch.empty(3000))
         return found
 
     before = torch.get_num_threads()

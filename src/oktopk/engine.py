@@ -24,7 +24,7 @@ from torch import Tensor
 from oktopk import kernels
 from oktopk.comm import Comm
 from oktopk.feedback import settle_
-from oktopk.layout import Bucket, by_bucket, grouped, share_out
+from oktopk.layout import Bucket, by_bucket, check_indexable, grouped, share_out
 from oktopk.methods import METHODS, Candidates, Exchanged, Method, State
 from oktopk.settings import Settings, num_kept
 from oktopk.sparse import Sparse, acc_dtype, empty
@@ -64,6 +64,8 @@ class Engine:
         self.numel = self.starts[-1]
         self.num_dense = sum(bucket.num_dense for bucket in buckets)
         self.groups = grouped(buckets, self._group_numel)
+        if self.settings.method != "dense":
+            check_indexable([bucket.numel for bucket in buckets], self.settings.scope)
         exact_every = NEVER if self._sets_quotas else self.settings.exact_every
         bounds_every = self.settings.bounds_every
         self.states = [

@@ -54,6 +54,8 @@ class Handle:
         self.on_step: Callable[[StepStats], None] | None = None
         self.clip_before: float | None = None
         self.check_every = 0
+        self.joined = self.has_joined = False
+        """Whether this rank ran out of data in a `join` and shadows the others, now or ever."""
         self.rate_factors: dict[str, float] = {}
         """What was owed to a parameter was scaled by so much in the last step, as rates changed."""
         self.takes_any_method = False
@@ -158,8 +160,13 @@ class Handle:
         self._loaded, self._steady, self._seen = bool(facts["layout"]), 0, []
         self._agreed = False
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._finalizer.alive
+
     def close(self) -> None:
-        """End the exchange thread and its process group. The model must not be trained any more."""
+        """End the exchange thread and its process group; train on only after another `attach`."""
         self._moments.close()
         self._finalizer()
         self.comm.close()
@@ -198,8 +205,6 @@ class Handle:
             self._finish(arrived)
 
     def _begin(self) -> None:
-        if self.check_every and self.step and self.step % self.check_every == 0:
-            check_replicas(self._named.parameters, self.comm, self.step)
         self._follow()
         if self._engine.phase == "sparse" and self._engine.step == self.settings.warmup_steps:
             log.info(
@@ -211,7 +216,12 @@ class Handle:
                 self._engine.numel,
                 self._engine.num_dense,
             )
-        self._engine.begin()
+        self._engine.begin()  # from here on all traffic is of this step
+        if not self._agreed:
+            self._agree()
+        if self.check_every and self.step and self.step % self.check_every == 0:
+            flags = {"joined": self.joined, "has_joined": self.has_joined}
+            check_replicas(self._named.parameters, self.comm, self.step, **flags)
 
     def _follow(self) -> None:
         """Bring what is owed to the present loss scale and learning rates."""
@@ -234,8 +244,6 @@ class Handle:
         if layout != self._layout and (not self._loaded or self._steady >= STEADY):
             self._lay_out(layout, self.residuals)
         self._loaded = self._loaded and layout != self._layout
-        if not self._agreed:
-            self._agree()
         moved = layout != self._layout
         staged = self._named.staged(self._waiting, self._layout) if moved else None
         grads = staged or [arrived.buffer for arrived in self._waiting]

@@ -64,8 +64,6 @@ class Engine:
         self.numel = self.starts[-1]
         self.num_dense = sum(bucket.num_dense for bucket in buckets)
         self.groups = grouped(buckets, self._group_numel)
-        if self.settings.method != "dense":
-            check_indexable([bucket.numel for bucket in buckets], self.settings.scope)
         exact_every = NEVER if self._sets_quotas else self.settings.exact_every
         bounds_every = self.settings.bounds_every
         self.states = [
@@ -122,6 +120,8 @@ class Engine:
     def begin(self) -> None:
         """Start a step. One that was begun and never finished is undone first."""
         self.abandon()
+        if self.phase == "sparse":
+            check_indexable([bucket.numel for bucket in self.buckets], self.settings.scope)
         self.comm.alarm = False
         self._method: Method = METHODS["dense" if self.phase == "dense" else self.settings.method]
         self._whole_step = self.waits_for_all

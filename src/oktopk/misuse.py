@@ -12,6 +12,8 @@ from oktopk.hook import attached_to
 from oktopk.layout import check_indexable
 from oktopk.settings import Settings
 
+REBUILT = 3  # steps after which DDP has rebuilt its buckets, also with a static graph
+
 
 def refuse_misuse(
     model: object, timeout: float, clip_before: float | None, check_every: int
@@ -40,9 +42,12 @@ def refuse_size(model: DistributedDataParallel, settings: Settings) -> None:
         return
     trained = [p for p in model._module_parameters if p.requires_grad]
     numels = [p.numel() for p in trained]
-    if settings.scope == "bucket":  # DDP closes one at so many bytes, and never cuts a parameter
+    if settings.scope == "bucket":
+        # DDP closes a bucket at so many bytes, and never cuts a parameter; but in its first steps,
+        # before it has seen an order, it may have one bucket for everything
         cap = model.bucket_bytes_cap // min((p.element_size() for p in trained), default=1)
-        numels = [min(sum(numels), cap + max(numels, default=0))]
+        largest = cap + max(numels, default=0)
+        numels = [min(sum(numels), largest) if settings.warmup_steps >= REBUILT else sum(numels)]
     check_indexable(numels, settings.scope)
 
 

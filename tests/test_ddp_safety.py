@@ -180,7 +180,7 @@ def drifted(group) -> str:
 
 def test_weights_that_drift_apart_are_found(worlds):
     for said in worlds.run(2, drifted):
-        assert "step 5: the weights of 'middle.weight' differ between rank 0 and ranks [1]" in said
+        assert "step 5: the weights of 'middle.weight' differ between rank 0 and rank 1" in said
 
 
 def test_the_checksum_sees_order():
@@ -339,32 +339,6 @@ def failed_exchange(group) -> bool:
 
 def test_a_failed_exchange_is_undone_at_once(worlds):
     assert worlds.run(2, failed_exchange) == [True, True]
-
-
-def attach_differently(group, what: str) -> str:
-    """Rank 1 differs; `patterns` makes another tensor of the same size dense."""
-    first = torch.distributed.get_rank(group) == 0
-    attached = {
-        "check_every": {"check_every": 5 if first else 0},
-        "policy": {"policy": oktopk.Policy(patterns=("middle.*" if first else "branch.*",))},
-    }[what]
-    try:
-        train(group, "plain", 2, {"warmup_steps": 0, "timeout": 6} | attached)
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("check_every", "check_every is 5 on rank 0 but 0 on rank 1"),
-        ("policy", "the ranks disagree: dense parameters is"),
-    ],
-)
-def test_ranks_that_attach_differently_are_told(worlds, what, message):
-    for said in worlds.run(2, attach_differently, what):
-        assert message in said
 
 
 def overflowing(group) -> tuple:

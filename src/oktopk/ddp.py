@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
@@ -25,12 +26,16 @@ from oktopk.costs import Work, cheapest, entry_bits, probe_link, probe_machine
 from oktopk.exchanger import Arrived
 from oktopk.followed import Followed
 from oktopk.handle import Handle
-from oktopk.misuse import refuse_misuse
+from oktopk.handshake import PROTOCOL, agree_at
+from oktopk.hook import HookState, attached_to
+from oktopk.misuse import refuse_misuse, refuse_size
+from oktopk.named import Named
 from oktopk.policy import Policy
 from oktopk.remedies import suited, warn_if_short
 from oktopk.rollcall import RollCall, patience_of
 from oktopk.settings import Settings, num_kept
 from oktopk.stats import StepStats
+from oktopk.version import __version__
 
 log = logging.getLogger("oktopk")
 
@@ -87,18 +92,67 @@ def attach(
     settings = suited(followed.optimizer, settings, ramp_steps, more, tells=first)
     if total_steps is not None and method != "dense":
         warn_if_short(settings, total_steps)
-    comm, roll_call = _own_group(model.process_group, timeout)
-    if method == "auto":
-        settings = replace(settings, method=_chosen(model, settings, comm))
-    handle = Handle(model, settings, comm, roll_call, policy or Policy(), followed)
+    refuse_size(model, settings)
+    policy = policy or Policy()
+    arguments = asdict(settings) | {
+        "method": method,
+        "clip_before": clip_before,
+        "timeout": timeout,
+        "check_every": check_every,
+        "optimizer": type(followed.optimizer).__name__,
+        "scaler": scaler is not None,
+    }
+    _agree(model, arguments | _facts(model, policy), timeout)
+    handle = _started(model, settings, policy, followed, timeout, auto=method == "auto")
     handle.on_step, handle.clip_before, handle.check_every = on_step, clip_before, check_every
-    handle.takes_any_method = method == "auto"
-    try:
-        model.register_comm_hook(handle, _hook)
-    except BaseException:
-        handle.close()
-        raise
     return handle
+
+
+def _started(
+    model: DistributedDataParallel,
+    settings: Settings,
+    policy: Policy,
+    followed: Followed,
+    timeout: float,
+    *,
+    auto: bool,
+) -> Handle:
+    """The handle with its group, threads and hook; none of them is left where a step fails."""
+    with ExitStack() as undo:
+        comm, roll_call = _own_group(model.process_group, timeout, undo)
+        if auto:
+            settings = replace(settings, method=_chosen(model, settings, comm))
+        handle = Handle(model, settings, comm, roll_call, policy, followed)
+        undo.callback(handle.close)
+        handle.takes_any_method = auto
+        _install(model, handle)
+        undo.pop_all()
+    return handle
+
+
+def _facts(model: DistributedDataParallel, policy: Policy) -> dict[str, Any]:
+    """What must be the same on every rank besides the arguments: versions, group, parameters."""
+    named = Named(model, policy)
+    facts: dict[str, Any] = {
+        "oktopk": __version__,
+        "protocol": PROTOCOL,
+        "world size": dist.get_world_size(model.process_group),
+        "backend": dist.get_backend_config(model.process_group),
+        "find_unused_parameters": model.find_unused_parameters,
+        "static_graph": model.static_graph,
+        "bucket_cap_mb": model.bucket_bytes_cap / 2**20,
+        "order of parameters": " ".join(named.parameters),
+    }
+    for name, p in named.parameters.items():
+        travels = "dense" if named.is_dense(name) else "sparse"
+        facts[f"parameter {name!r}"] = f"{list(p.shape)} {p.dtype} {p.device.type} {travels}"
+    return facts
+
+
+def _agree(model: DistributedDataParallel, facts: dict[str, Any], timeout: float) -> None:
+    """Compare what all ranks are about to do, before any collective: ranks that differ abort."""
+    transport = TorchTransport(model.process_group)
+    agree_at(transport.store, transport.rank, transport.size, timeout, facts)
 
 
 def _chosen(model: DistributedDataParallel, settings: Settings, comm: Comm) -> str:
@@ -126,7 +180,7 @@ def _chosen(model: DistributedDataParallel, settings: Settings, comm: Comm) -> s
     return best
 
 
-def _own_group(group: Any, timeout: float) -> tuple[Comm, RollCall]:
+def _own_group(group: Any, timeout: float, undo: ExitStack) -> tuple[Comm, RollCall]:
     """A group of the same ranks, so that no collective of DDP's or the user's mixes with ours.
 
     For a model of only some ranks, the others need not take part; but torch then asks that its
@@ -141,13 +195,26 @@ def _own_group(group: Any, timeout: float) -> tuple[Comm, RollCall]:
         use_local_synchronization=len(ranks) < dist.get_world_size(),
     )
     transport = TorchTransport(own, owned=True)
-    return Comm(transport), RollCall(transport.store(), transport.rank, transport.size, patience)
+    undo.callback(transport.close)
+    roll_call = RollCall(transport.store(), transport.rank, transport.size, patience)
+    undo.callback(roll_call.close)
+    return Comm(transport), roll_call
 
 
-def _hook(handle: Handle, bucket):  # noqa: ANN001, ANN202 - DDP refuses annotations kept as text
+def _install(model: DistributedDataParallel, handle: Handle) -> None:
+    """Let DDP's hook call this handle, also where it called one before that was closed."""
+    state = attached_to(model)
+    if state is not None:
+        state.handle = handle
+    else:
+        model.register_comm_hook(HookState(model, handle), _hook)
+
+
+def _hook(state: HookState, bucket):  # noqa: ANN001, ANN202 - DDP refuses annotations kept as text
+    state.note_join()
     buffer, ready = bucket.buffer(), None
     if buffer.is_cuda:
         ready = torch.cuda.Event()
         ready.record()
     arrived = Arrived(bucket.index(), buffer, bucket.parameters(), bucket.is_last(), ready)
-    return handle.exchanger.submit(arrived)
+    return state.handle.exchanger.submit(arrived)

@@ -28,7 +28,7 @@ from torch import Tensor
 from oktopk import kernels
 from oktopk.comm import Comm
 from oktopk.feedback import settle_
-from oktopk.layout import Bucket, by_bucket, grouped, share_out
+from oktopk.layout import Bucket, by_bucket, check_indexable, grouped, share_out
 from oktopk.methods import METHODS, Candidates, Exchanged, Method, State
 from oktopk.settings import Settings, num_kept
 from oktopk.sparse import Sparse, acc_dtype, empty
@@ -153,6 +153,8 @@ class Engine:
 
     def begin(self) -> None:
         """Start a step. One that was begun and never finished is forgotten."""
+        if self.phase == "sparse":
+            check_indexable([bucket.numel for bucket in self.buckets], self.settings.scope)
         self.comm.alarm = False
         self._current = Step(
             method=METHODS["dense" if self.phase == "dense" else self.settings.method],

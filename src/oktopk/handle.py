@@ -53,6 +53,8 @@ class Handle:
         self.on_step: Callable[[StepStats], None] | None = None
         self.clip_before: float | None = None
         self.check_every = 0
+        self.joined = self.has_joined = False
+        """Whether this rank ran out of data in a `join` and shadows the others, now or ever."""
         self.rate_factors: dict[str, float] = {}
         """What was owed to a parameter was scaled by so much in the last step, as rates changed."""
         self.takes_any_method = False
@@ -191,8 +193,13 @@ class Handle:
             self._overlaps = []
             self._agreed = False
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._finalizer.alive
+
     def close(self) -> None:
-        """End the exchange thread and its process group. The model must not be trained any more."""
+        """End the exchange thread and its process group; train on only after another `attach`."""
         self._moments.close()
         self._finalizer()
         self.comm.close()
@@ -229,8 +236,6 @@ class Handle:
             self._finish(arrived)
 
     def _begin(self) -> None:
-        if self.check_every and self.step and self.step % self.check_every == 0:
-            check_replicas(self._named.parameters, self.comm, self.step)
         self._follow()
         if self._engine.phase == "sparse" and self._engine.step == self.settings.warmup_steps:
             log.info(
@@ -242,7 +247,12 @@ class Handle:
                 self._engine.numel,
                 self._engine.num_dense,
             )
-        self._engine.begin()
+        self._engine.begin()  # from here on all traffic is of this step
+        if not self._agreed:
+            self._agree()
+        if self.check_every and self.step and self.step % self.check_every == 0:
+            flags = {"joined": self.joined, "has_joined": self.has_joined}
+            check_replicas(self._named.parameters, self.comm, self.step, **flags)
 
     def _follow(self) -> None:
         """Bring what is owed to the present loss scale and learning rates."""
@@ -266,8 +276,6 @@ class Handle:
         copied = layout != ddp
         if self._buckets.is_steady and not copied and self.clip_before is None:
             self._overlaps = [arrived.signature() for arrived in self._waiting]
-        if not self._agreed:
-            self._agree()
         staged = self._named.staged(self._waiting, self._layout) if copied else None
         grads = staged or [arrived.buffer for arrived in self._waiting]
         if self.clip_before is not None:

@@ -1,20 +1,125 @@
-"""The handshake: before the first exchange all ranks compare what they are about to do.
+"""The handshake: all ranks compare what they are about to do; where it differs, all raise.
 
-A rank with another size or dtype would otherwise send messages nobody expects, and the job would
-hang. Here every rank learns what every rank has, so every rank raises the same error.
+`attach` compares through the store of the process group, before any collective: a rank that has
+another dtype or method, or that does not attach at all, would otherwise send messages of another
+size than its peers expect, and gloo then ends the process. What only the first step shows (the
+state that was loaded, the dtype of the gradients) is compared with one header of fixed size.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from hashlib import sha256
-from typing import Any
+from threading import Event
+from time import monotonic
+from typing import Any, Protocol
 
 import torch
 
-from oktopk.comm import Comm
+from oktopk.comm import Comm, ExchangeError
 
-ROOM = 1024  # bytes for a rank's facts as JSON
+ROOM = 2048  # bytes for a rank's facts as JSON
+PROTOCOL = 1  # of the messages between ranks; to be raised whenever they change
+SHOWN = 8  # ranks, and differences, that an error lists
+LONGEST_PAUSE = 0.2  # seconds between two looks at the store
+
+
+class Store(Protocol):
+    """What is needed of torch's key-value stores."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+def agree(comm: Comm, device: torch.device, facts: dict[str, Any]) -> None:
+    """Raise ValueError on every rank if any fact differs on any. One header of 2048 bytes."""
+    text = json.dumps({name: _short(value) for name, value in facts.items()}).encode()
+    assert len(text) <= ROOM, text
+    mine = torch.tensor(list(text.ljust(ROOM)), dtype=torch.uint8, device=device)
+    rows = comm.all_gather(mine, stage="handshake")
+    if found := differences([json.loads(bytes(row)) for row in rows.tolist()]):
+        raise ValueError(found)
+
+
+def agree_at(
+    open_store: Callable[[], Store], rank: int, size: int, timeout: float, facts: dict[str, Any]
+) -> None:
+    """Compare facts through a store: ValueError on every rank if any fact differs on any.
+
+    ExchangeError names the ranks that have not come within `timeout` seconds. The rank that comes
+    last reads everything, about 100 bytes per fact and rank; the others wait for its verdict.
+    Whoever writes a verdict first decides for all, so a rank that comes too late hears of it too.
+    """
+    try:
+        store = open_store()
+        # every rank counts its own calls, and all call alike: the same number is the same call
+        prefix = f"oktopk.attach.{store.add(f'oktopk.attach.{rank}', 1)}"
+        verdict, words = f"{prefix}.verdict", [f"{prefix}.{each}" for each in range(size)]
+        store.set(words[rank], json.dumps(facts))
+        if store.add(f"{prefix}.present", 1) == size:
+            found = "ValueError", differences([json.loads(store.get(word)) for word in words])
+            said = store.compare_set(verdict, "", json.dumps(found))
+        elif _appears(store, verdict, timeout):
+            said = store.get(verdict)
+        else:
+            found = "ExchangeError", _absent(store, words, timeout)
+            said = store.compare_set(verdict, "", json.dumps(found))
+        kind, text = json.loads(said)
+        if not text:
+            store.set(words[rank], "")  # it has been read
+    except RuntimeError as error:  # of torch's store
+        raise ExchangeError(
+            f"rank {rank}: the store of the process group does not answer, so the ranks could not "
+            f"compare their settings; it usually lives in rank 0 of the job, look there ({error})"
+        ) from error
+    if text:
+        raise (ValueError if kind == "ValueError" else ExchangeError)(text)
+
+
+def differences(everyone: list[dict[str, Any]]) -> str:
+    """A sentence about the facts that are not the same on all ranks; empty if all are."""
+    lines = []
+    for name in dict.fromkeys(name for its in everyone for name in its):
+        ranks: dict[str, list[int]] = {}
+        for rank, its in enumerate(everyone):
+            ranks.setdefault(_shown(its, name), []).append(rank)
+        if len(ranks) > 1:
+            first, *others = (f"{value} on {ranks_text(found)}" for value, found in ranks.items())
+            lines.append(f"{name} is {first} but {', '.join(others[:SHOWN])}")
+    if not lines:
+        return ""
+    more = f"; and {len(lines) - SHOWN} more differences" if len(lines) > SHOWN else ""
+    return f"the ranks disagree: {'; '.join(lines[:SHOWN])}{more}"
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """`rank 1`, or `ranks 1, 2, 3`: the first few, and how many more there are."""
+    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:SHOWN]))}{more}"
+
+
+def _appears(store: Store, key: str, timeout: float) -> bool:
+    """Wait for a key; whether it came in time. A loop, so that Ctrl-C is heard."""
+    until, pause, look = monotonic() + timeout, Event(), 0.002
+    while not store.check([key]):
+        left = until - monotonic()
+        if left <= 0:
+            return False
+        look = min(2 * look, LONGEST_PAUSE)
+        pause.wait(min(look, left))
+    return True
+
+
+def _absent(store: Store, words: list[str], timeout: float) -> str:
+    missing = [rank for rank, word in enumerate(words) if not store.check([word])]
+    return (
+        f"{ranks_text(missing)} did not call attach within {timeout:g} s of another rank: every "
+        "rank of the model's process group must; if they only come late, raise `timeout`"
+    )
 
 
 def _short(value: Any) -> Any:
@@ -23,18 +128,5 @@ def _short(value: Any) -> Any:
     return value if len(text) <= 40 else f"{text[:20]}... {sha256(text.encode()).hexdigest()[:8]}"
 
 
-def agree(comm: Comm, device: torch.device, facts: dict[str, Any]) -> None:
-    """Raise ValueError on every rank if any fact differs on any. One header of 1024 bytes."""
-    text = json.dumps({name: _short(value) for name, value in facts.items()}).encode()
-    assert len(text) <= ROOM, text
-    mine = torch.tensor(list(text.ljust(ROOM)), dtype=torch.uint8, device=device)
-    rows = comm.all_gather(mine, stage="handshake")
-    everyone = [json.loads(bytes(row)) for row in rows.tolist()]
-    lines = []
-    for name, first in everyone[0].items():
-        others = [(rank, its[name]) for rank, its in enumerate(everyone) if its[name] != first]
-        if others:
-            seen = ", ".join(f"{value} on rank {rank}" for rank, value in others[:8])
-            lines.append(f"{name} is {first} on rank 0 but {seen}")
-    if lines:
-        raise ValueError("the ranks disagree: " + "; ".join(lines))
+def _shown(facts: dict[str, Any], name: str) -> str:
+    return str(_short(facts[name])) if name in facts else "absent"

@@ -10,6 +10,8 @@ import torch
 from oktopk.methods import Exchanged
 from oktopk.sparse import Sparse
 
+MOST = 2**31 - 1  # entries that are selected together: their indices are int32
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -37,6 +39,19 @@ def grouped(buckets: list[Bucket], least: int) -> list[range]:
             groups.append(range(start, number + 1))
             start, numel = number + 1, 0
     return groups
+
+
+def check_indexable(numels: list[int], scope: str) -> None:
+    """Raise where entries of buckets are selected together that are more than int32 can index."""
+    whole = scope == "model"
+    together = sum(numels) if whole else max(numels, default=0)
+    if together > MOST:
+        advice = "use scope='bucket'" if whole else "use a smaller bucket_cap_mb, warmup_steps=3"
+        raise ValueError(
+            f"{'the model' if whole else 'a bucket'} has {together} trainable entries, and no more "
+            f"than {MOST} can be selected together, as indices are int32: {advice} or "
+            "method='dense', or freeze some parameters"
+        )
 
 
 def narrow(sparse: Sparse, lo: int, hi: int) -> Sparse:

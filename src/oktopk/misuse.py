@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from oktopk.hook import attached_to
+from oktopk.layout import check_indexable
+from oktopk.settings import Settings
+
+REBUILT = 3  # steps after which DDP has rebuilt its buckets, also with a static graph
 
 
 def refuse_misuse(
@@ -15,13 +24,91 @@ def refuse_misuse(
             f"attach needs a DistributedDataParallel model, got {type(model).__name__}; Accelerate "
             "and Lightning wrap the model only when there is more than one process"
         )
+    _refuse_wrapping(model)
+    _refuse_hooks(model)
+    _refuse_devices(model)
     _refuse_gradients(model)
-    if not timeout > 0:
+    if not 0 < timeout < math.inf:  # a NaN fails too
         raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
     if clip_before is not None and not clip_before > 0:
         raise ValueError(f"clip_before must be more than 0, or None, got {clip_before}")
     if check_every < 0:
         raise ValueError(f"check_every must be 0 (never) or more steps, got {check_every}")
+
+
+def refuse_size(model: DistributedDataParallel, settings: Settings) -> None:
+    """Raise ValueError where more entries are selected together than int32 can index."""
+    if settings.method == "dense":  # it has no indices
+        return
+    trained = [p for p in model._module_parameters if p.requires_grad]
+    numels = [p.numel() for p in trained]
+    if settings.scope == "bucket":
+        # DDP closes a bucket at so many bytes, and never cuts a parameter; but in its first steps,
+        # before it has seen an order, it may have one bucket for everything
+        cap = model.bucket_bytes_cap // min((p.element_size() for p in trained), default=1)
+        largest = cap + max(numels, default=0)
+        numels = [min(sum(numels), largest) if settings.warmup_steps >= REBUILT else sum(numels)]
+    check_indexable(numels, settings.scope)
+
+
+def _refuse_wrapping(model: DistributedDataParallel) -> None:
+    """Some ways to make a DDP model leave no place for a hook."""
+    if model._delay_all_reduce_all_params:
+        raise TypeError(
+            "this model delays the all-reduce of all its parameters "
+            "(delay_all_reduce_named_params), so DDP calls no hook: wrap it without that"
+        )
+    if model._use_python_reducer:
+        raise TypeError(
+            "this model was made with torch._dynamo.config.optimize_ddp='python_reducer', which "
+            "has no buckets: leave optimize_ddp as it is by default"
+        )
+    if model.mixed_precision is not None:
+        raise TypeError(
+            "this model has DDP's own mixed precision (mixed_precision=...), which needs the hook "
+            "for itself: use torch.autocast, or parameters in 16 bits, instead"
+        )
+    if any(hasattr(p, "_in_backward_optimizers") for p in model._module_parameters):
+        raise TypeError(
+            "an optimizer runs in the backward of this model (_apply_optimizer_in_backward), which "
+            "needs DDP's hook for itself: call optimizer.step() after backward instead"
+        )
+
+
+def _refuse_hooks(model: DistributedDataParallel) -> None:
+    """DDP takes one communication hook per model; ours may be used again once it is free."""
+    state = attached_to(model)
+    if state is not None:
+        if not state.handle.closed:
+            raise ValueError("this model is attached already: close() its handle first")
+        return
+    hook = model._get_ddp_logging_data().get("comm_hook")
+    if hook:
+        raise ValueError(
+            f"this model has the communication hook {hook!r} already, and DDP takes one: wrap it "
+            "anew (DistributedDataParallel(model.module)) and attach to that"
+        )
+
+
+def _refuse_devices(model: DistributedDataParallel) -> None:
+    devices = sorted({str(parameter.device) for parameter in model._module_parameters})
+    if len(devices) > 1:
+        raise TypeError(
+            f"the parameters are on several devices ({', '.join(devices)}): attach needs all of "
+            "them on one, with one process for each device"
+        )
+    kind = devices[0].split(":")[0]
+    backends = dict(part.split(":") for part in _backends(model).split(","))
+    if kind != "cpu" and backends.get(kind) == "gloo":
+        raise TypeError(
+            f"the parameters are on {devices[0]} and the process group is gloo, which sends from "
+            "rank to rank on CPUs only: use init_process_group('nccl'), or a model on the CPU"
+        )
+
+
+def _backends(model: DistributedDataParallel) -> str:
+    """`cpu:gloo,cuda:nccl`, say."""
+    return dist.get_backend_config(model.process_group)
 
 
 def _refuse_gradients(model: DistributedDataParallel) -> None:

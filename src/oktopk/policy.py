@@ -29,7 +29,3 @@ class Policy:
             return False
         small = parameter.numel() < self.below or (self.vectors and parameter.ndim < 2)
         return small or any(fnmatchcase(name, pattern) for pattern in self.patterns)
-
-
-SPARSE = Policy(vectors=False, below=0)
-"""Everything is sparse."""

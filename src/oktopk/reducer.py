@@ -13,12 +13,10 @@ from torch import Tensor
 from oktopk.comm import Comm, TorchTransport
 from oktopk.engine import Engine
 from oktopk.handshake import agree
-from oktopk.layout import Bucket
+from oktopk.layout import MOST, Bucket
 from oktopk.settings import Settings
 from oktopk.simulate import alone
 from oktopk.stats import Phase, StepStats
-
-MOST = 2**31 - 1  # indices are int32 on the wire
 
 
 def default_comm(group: dist.ProcessGroup | None = None) -> Comm:
@@ -99,8 +97,8 @@ class Reducer:
         if not isinstance(grad, Tensor):
             raise TypeError(f"rank {self.comm.rank}: expected a tensor, got {type(grad).__name__}")
         grad = grad.detach()
+        self._engine.begin()  # from here on all traffic is of this step
         self._check(grad)
-        self._engine.begin()
         self._engine.feed(0, grad)
         stats = self._engine.finish()
         self._engine.raise_if_asked(stats)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from oktopk.comm import Comm
+from oktopk.handshake import ranks_text
 
 INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -21,6 +22,10 @@ class ReplicaError(RuntimeError):
     """The ranks no longer hold the same weights."""
 
 
+AFTER_JOIN = (
+    "; there was a join before, and DDP then copies the weights of the last rank to the others but "
+    "not the state of its optimizer (momentum): copy that too, as docs/footguns.md shows"
+)
 BLOCK = 1 << 16  # values weighted at once
 ODD = -0x61C8864680B583EB  # 2^64 over the golden ratio, as int64: its multiples look random
 
@@ -41,20 +46,28 @@ def checksum(x: Tensor) -> Tensor:
     return total
 
 
-def check_replicas(parameters: dict[str, Tensor], comm: Comm, step: int) -> None:
+def check_replicas(
+    parameters: dict[str, Tensor], comm: Comm, step: int, *, joined: bool, has_joined: bool
+) -> None:
     """Raise ReplicaError on every rank, naming the first tensor that differs and where.
 
-    One read of the weights, and a header of 8 bytes per tensor.
+    One read of the weights, and a header of 8 bytes per tensor and 2 more words. A rank that has
+    `joined` (`DistributedDataParallel.join`: it ran out of data and only shadows the others) does
+    not step its optimizer, so its weights are left out until DDP overwrites them at the end of the
+    join; `has_joined` says that it once did.
     """
     if not parameters:
         return
-    mine = torch.stack([checksum(parameter) for parameter in parameters.values()])
-    everyone = comm.all_gather(mine, stage="weights")
-    differs = (everyone != everyone[0]).cpu()
+    sums = [checksum(parameter) for parameter in parameters.values()]
+    flags = sums[0].new_tensor([joined, has_joined])
+    everyone = comm.all_gather(torch.cat([torch.stack(sums), flags]), stage="weights").cpu()
+    active = (everyone[:, -2] == 0).nonzero().view(-1)
+    differs = everyone[active] != everyone[active[:1]]
     for column, name in enumerate(parameters):
-        ranks = differs[:, column].nonzero().view(-1).tolist()
-        if ranks:
+        others = active[differs[:, column]].tolist()
+        if others:
             raise ReplicaError(
                 f"rank {comm.rank}, step {step}: the weights of {name!r} differ "
-                f"between rank 0 and ranks {ranks}"
+                f"between rank {int(active[0])} and {ranks_text(others)}"
+                + (AFTER_JOIN if everyone[:, -1].any() else "")
             )

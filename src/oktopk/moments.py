@@ -190,9 +190,11 @@ class LateMoments:
         orders = [stored_alike(*(x for x in m if isinstance(x, Tensor))) for m in moments]
         late = [
             kernels.Late(
-                *(flattened(x, as_stored) for x in (m.grad, m.square, m.arrived)),
-                shares(m.beta, step + 2, device),
-                m.beta,
+                grad=flattened(m.grad, as_stored),
+                square=flattened(m.square, as_stored),
+                arrived=flattened(m.arrived, as_stored),
+                shares=shares(m.beta, step + 2, device),
+                beta=m.beta,
             )
             for m, as_stored in zip(moments, orders, strict=True)
         ]

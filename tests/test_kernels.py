@@ -49,6 +49,8 @@ def on(device, thing):
     """A copy on a device, of whatever a kernel takes or gives."""
     if isinstance(thing, Sparse):
         return Sparse(on(device, thing.indices), on(device, thing.values), thing.numel)
+    if isinstance(thing, kernels.Late):
+        return kernels.Late(*(on(device, part) for part in thing))
     if isinstance(thing, tuple | list):
         return [on(device, part) for part in thing]
     return thing.to(device, copy=True) if isinstance(thing, torch.Tensor) else thing
@@ -58,7 +60,7 @@ def bits(thing):
     """Something equal only for equal bits. NaNs are all one: their payload depends on the chip."""
     if isinstance(thing, Sparse):
         return bits([thing.indices, thing.values, thing.numel])
-    if isinstance(thing, list):
+    if isinstance(thing, tuple | list):
         return [bits(part) for part in thing]
     if not isinstance(thing, torch.Tensor):
         return repr(thing)
@@ -289,7 +291,9 @@ def test_take_late_equals_the_reference(form, data, dtype, scale):
     square = data.draw(vectors(F32, st.just(grad.numel()))).abs()
     arrived = data.draw(arrays(np.int32, grad.numel(), elements=st.integers(-40, 8)))
     table = shares(0.99, 11, torch.device("cpu"))
-    check(form, "take_late", grad, square, torch.from_numpy(arrived), 9, table, 0.99, scale)
+    late = [kernels.Late(grad, square, torch.from_numpy(arrived), table, 0.99)] * 2
+    found_inf = data.draw(st.sampled_from([None, torch.zeros(()), torch.ones(())]))
+    check(form, "take_late", late, 9, scale, found_inf)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
@@ -298,9 +302,10 @@ def test_zeros_do_not_arrive_and_the_smallest_values_do(form, dtype):
     grad = torch.tensor([0.0, 1.0, -0.0, tiny, -2.0], dtype=dtype)
     arrived, table = torch.zeros(5, dtype=torch.int32), shares(0.9, 11, torch.device("cpu"))
     for beta in (0.9, 0.0):  # Adam allows 0
-        args = run(form, "take_late", grad, torch.ones(5), arrived, 9, table, beta, 1.0)
-        assert args[0][0].tolist() == [1, 3, 4]
-        assert args[3].tolist() == [0, 9, 0, 9, 9]
+        late = [kernels.Late(grad, torch.ones(5), arrived, table, beta)]
+        ((found, *_),), (after,), *_ = run(form, "take_late", late, 9, 1.0, None)
+        assert found.tolist() == [1, 3, 4]
+        assert after.arrived.tolist() == [0, 9, 0, 9, 9]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([1e8, 1.0, -1e8])))

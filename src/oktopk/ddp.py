@@ -69,10 +69,12 @@ def attach(
         policy: which parameters travel dense; biases, norms and tiny ones by default.
         on_step: called with the `StepStats` of every finished step, on the exchange thread: no
             collectives in it. An error in it is logged.
-        optimizer: or a scheduler of it; what suits it best is set (`oktopk.remedies`), unless given
-            in `more`, and logged. Residuals follow its learning rate: what was saved up under a
-            large rate is applied as that rate would have. None: plain error feedback.
-        scaler: residuals follow its loss scale, and a NaN is delivered for it to see.
+        optimizer: or a scheduler of it. What suits SGD, or Adam and its kin, is set unless given in
+            `more`, and logged (`oktopk.remedies`): SGD's residuals follow its learning rate, Adam's
+            second moment is corrected for sums that come late. Rank 0 warns of any other optimizer:
+            it gets plain error feedback, as does None.
+        scaler: residuals follow its loss scale, and a NaN is delivered for it to see. One that is
+            disabled counts as none.
         clip_before: clip this rank's gradient, without the scaler's loss scale, to this norm before
             the exchange. The norm needs the last bucket, so nothing overlaps with backward. To
             clip after the exchange, call `clip_grad_norm_` as always.
@@ -83,14 +85,14 @@ def attach(
         more: the other fields of `oktopk.settings.Settings`.
     """
     refuse_misuse(model, timeout, clip_before, check_every)
-    if scaler is not None:
-        more.setdefault("on_nonfinite", "deliver")
     followed = Followed(optimizer, scaler)
+    if followed.has_scaler:
+        more.setdefault("on_nonfinite", "deliver")
     asked = "oktopk" if method == "auto" else method
     settings = Settings(method=asked, density=density, warmup_steps=warmup_steps, **more)
     first = dist.get_rank(model.process_group) == 0
     settings = suited(followed.optimizer, settings, ramp_steps, more, tells=first)
-    if total_steps is not None and method != "dense":
+    if first and total_steps is not None and method != "dense":
         warn_if_short(settings, total_steps)
     refuse_size(model, settings)
     policy = policy or Policy()

@@ -30,10 +30,15 @@ class Followed:
         self.optimizer: Any = _innermost(optimizer)
         if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
             raise TypeError(f"expected an optimizer or a scheduler, got {type(optimizer).__name__}")
-        self._scaler = scaler
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._rates: dict[str, float] = {}
         self._peaks: dict[str, float] = {}
         self._scale: float | None = None
+
+    @property
+    def has_scaler(self) -> bool:
+        """Whether there is a loss scale to follow; a disabled scaler has none."""
+        return self._scaler is not None
 
     @property
     def scale(self) -> float:
@@ -74,11 +79,10 @@ class Followed:
     def _present_rates(self, parameters: dict[str, Tensor]) -> dict[str, float]:
         if self.optimizer is None:
             return {}
-        by_id = {
-            id(parameter): float(group["lr"])
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-        }
+        by_id = {}
+        for group in self.optimizer.param_groups:
+            rate = float(group["lr"])  # once per group: of a tensor it waits for the device
+            by_id |= dict.fromkeys(map(id, group["params"]), rate)
         return {name: by_id[id(p)] for name, p in parameters.items() if id(p) in by_id}
 
 
@@ -90,3 +94,13 @@ def _innermost(optimizer: Any) -> Any:
             break
         optimizer = inner
     return optimizer
+
+
+def local_optimizer(optimizer: Any) -> Any:
+    """The optimizer that has the state of this rank's parameters.
+
+    That is the optimizer itself, unless it shards another one over the ranks, as
+    `ZeroRedundancyOptimizer` does with what it has as `optim`.
+    """
+    inner = getattr(optimizer, "optim", None)
+    return inner if hasattr(inner, "param_groups") and hasattr(inner, "state") else optimizer

@@ -71,6 +71,7 @@ class Handle:
             {n: p for n, p in self._named.parameters.items() if not self._named.is_dense(n)},
             settings,
             last=lambda: handle.stats if (handle := mine()) else None,
+            tells=comm.rank == 0,
         )
         self._layout: Layout = []
         self._buckets = BucketTracker()

@@ -3,61 +3,93 @@
 An entry that was saved up for `age` steps arrives as one sum S. Adam would add S^2 to its second
 moment, though the gradients it stands for were small: that slows the entries that matter down by up
 to the root of their age. And Adam's first moment would average over ten steps what is an average
-over many steps already.
+over many steps already: `beta1` lowers that for those who ask for it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from oktopk import kernels
+from oktopk.adamstate import FIRST, KNOWN, RuleCheck, beta2s, scaling, second_moment
+from oktopk.flatviews import flattened, put_back, set_at, stored_alike
+from oktopk.followed import local_optimizer
+from oktopk.kernels.reference import arrives
 from oktopk.settings import Settings
 from oktopk.stats import StepStats
+from oktopk.stephooks import StepHooks
+
+log = logging.getLogger("oktopk")
 
 # A sum of `age` gradients g has the square age^2 g^2 if they all point one way, age g^2 if they are
 # noise. Nobody can tell from one sum; this is half-way.
 EXPONENT = 1.5
 NEVER = -2  # steps; a first step has -1 before it
-CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
 Last = Callable[[], StepStats | None]
 """The step that was exchanged last."""
 
 
+class Moment(NamedTuple):
+    """A second moment that the step to come will change."""
+
+    grad: Tensor
+    square: Tensor
+    peak: Tensor | None
+    """AMSGrad's maximum of it."""
+
+    arrived: Tensor
+    beta: float
+
+
 class LateMoments:
-    """Hooks around the optimizer's step. Outside of it the optimizer is as the user made it."""
+    """What is done around the optimizer's step. Outside of it the optimizer is as the user made it.
+
+    Of an optimizer that is sharded over the ranks, each rank corrects the moments of its own shard,
+    but all know when the entries of every parameter arrived.
+    """
 
     def __init__(
-        self, optimizer: Any, parameters: dict[str, Tensor], settings: Settings, last: Last
+        self,
+        optimizer: Any,
+        parameters: dict[str, Tensor],
+        settings: Settings,
+        last: Last,
+        *,
+        tells: bool = True,
     ) -> None:
-        """`parameters` are those that travel sparse, by name: the others never come late."""
+        """`parameters` are those that travel sparse, by name: the others never come late.
+
+        `tells` is whether this rank logs for all of them.
+        """
         self._optimizer = optimizer
+        self._local = local_optimizer(optimizer)
         self._parameters = parameters
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._settings = settings
         self._last = last
+        self._tells = tells
         self._arrived: dict[str, Tensor] = {}
-        self._betas: list[tuple[dict[str, Any], tuple[float, float]]] = []
+        # whether Adam's rule holds; what is not torch's own must show it in its first sparse step
+        self._trusted: bool | None = True if type(self._local) in KNOWN else None
+        self._check: RuleCheck | None = None
         # moments, whether places count as stored, places, what they were and what they will be
         self._due: list[tuple[Tensor, bool, Tensor, Tensor, Tensor]] = []
-        self._hooks: list[Any] = []
+        self._hooks: StepHooks | None = None
         if settings.late_moments or settings.beta1 is not None:
-            _refuse_others(optimizer)
-            self._hooks = [
-                optimizer.register_step_pre_hook(self._on_step),
-                optimizer.register_step_post_hook(lambda *_: self._after()),
-            ]
+            _refuse_others(self._local)
+            self._hooks = StepHooks.join(self._local, self)
 
     def close(self) -> None:
         """Leave the optimizer alone from now on."""
-        for hook in self._hooks:
-            hook.remove()
-        self._restore()
+        if self._hooks is not None:
+            self._hooks.leave(self._local, self)
+            self._hooks = None
 
     def state_dict(self) -> dict[str, Tensor]:
         """By parameter: the step in which an entry last arrived, the same on every rank.
@@ -83,94 +115,109 @@ class LateMoments:
                 shapes = f"{tuple(steps.shape)}, and the parameter {tuple(parameter.shape)}"
                 raise ValueError(f"the steps in which {name} arrived have the shape {shapes}")
             self._arrived[name] = torch.empty_like(parameter, dtype=torch.int32).copy_(steps)
+        # arrivals are forgotten where Adam's rule does not hold, so a state that has some was right
+        if self._trusted is not True:
+            self._trusted = True if self._arrived else None
 
-    def _on_step(self, _: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Before the step; with a closure, after it: only then are the gradients there."""
-        closure = kwargs.get("closure") or next(iter(args[1:]), None)
-        if closure is None:
-            self._before()
-            return None
+    def exchanged(self) -> StepStats | None:
+        return self._last()
 
-        def computed() -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            self._before()
-            return loss
-
-        if "closure" in kwargs:
-            return args, kwargs | {"closure": computed}
-        return (args[0], computed, *args[2:]), kwargs
-
-    def _before(self) -> None:
-        self._restore()  # after a step that raised
-        for moment, as_stored, where, was, _ in self._due:
-            _set(moment, as_stored, where, was)
-        self._due = []
+    def before_step(self) -> dict[int, float]:
+        """Ready the second moments; the largest beta1 by the id of a parameter."""
         stats = self._last()
-        if stats is None or stats.skipped or _finds_inf(self._optimizer):
-            return
+        if stats is None or stats.skipped:
+            return {}
         if stats.phase == "dense" or stats.k == stats.numel:  # nothing was held back
-            return
-        if self._settings.late_moments:
+            return {}
+        if self._settings.late_moments and self._trusted is not False:
             self._take_in(stats.step)
-        if self._settings.beta1 is not None:
-            self._relieve(self._settings.beta1)
+        return self._caps()
 
-    def _after(self) -> None:
-        self._restore()
-        for moment, as_stored, where, _, value in self._due:
-            _set(moment, as_stored, where, value)
+    def after_step(self) -> None:
+        if self._check is not None:
+            self._trusted, self._check = self._check.holds(), None
+            if self._trusted is False:
+                self._give_up("its second moment does not follow Adam's rule")
+        for square, as_stored, where, _, value in self._due:
+            set_at(square, as_stored, where, value)
         self._due = []
+
+    def undo(self) -> None:
+        for square, as_stored, where, was, _ in self._due:
+            set_at(square, as_stored, where, was)
+        self._due, self._check = [], None
+
+    def _caps(self) -> dict[int, float]:
+        """Beta1 for what has a first moment, or no state yet."""
+        most = self._settings.beta1
+        if most is None:
+            return {}
+        states = [(p, self._local.state.get(p)) for p in self._parameters.values()]
+        return {id(p): most for p, state in states if not state or any(n in state for n in FIRST)}
 
     def _take_in(self, step: int) -> None:
         """Correct the second moments for what arrives now. One read of n, then O(k)."""
-        scale = getattr(self._optimizer, "grad_scale", None)  # fused optimizers unscale themselves
-        scale = 1.0 if scale is None else float(scale)
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                state = self._optimizer.state.get(parameter, {})
-                name = self._names.get(id(parameter))
-                if "exp_avg_sq" in state and parameter.grad is not None and name is not None:
-                    beta = float(group["betas"][1])
-                    self._correct_(name, parameter.grad, state, beta, scale, step)
+        betas, late = beta2s(self._local), []
+        owned = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        for name, parameter in self._parameters.items():
+            if parameter.grad is None or id(parameter) not in owned:
+                continue
+            grad, state = parameter.grad.detach(), self._local.state.get(parameter)
+            square = second_moment(parameter, state) if state else None
+            if isinstance(square, str):
+                self._give_up(f"of {name}, {square}")
+                return
+            if name not in self._arrived:  # until now everything arrived at every step
+                self._arrived[name] = torch.full_like(grad, step - 1, dtype=torch.int32)
+            arrived = self._arrived[name]
+            if state and square is not None:
+                peak = state.get("max_exp_avg_sq")
+                late.append(Moment(grad, square, peak, arrived, betas[id(parameter)]))
+            if square is None or not self._trusted:  # no state yet, or on another rank
+                _, found_inf = scaling(self._local, grad.device)
+                arrived.masked_fill_(arrives(grad, found_inf), step)
+        if self._trusted:
+            for device in {moment.grad.device for moment in late}:
+                self._correct([moment for moment in late if moment.grad.device == device], step)
+        else:
+            self._check = RuleCheck(self._local)
+            for moment in late:
+                self._check.add(moment.square, moment.grad, moment.beta)
 
-    def _correct_(
-        self,
-        name: str,
-        grad: Tensor,
-        state: dict[str, Tensor],
-        beta: float,
-        scale: float,
-        step: int,
-    ) -> None:
-        """Lower the second moment of what is late now, and set it after the step."""
-        if name not in self._arrived:  # until now everything arrived at every step
-            self._arrived[name] = torch.full_like(grad, step - 1, dtype=torch.int32)
-        arrived = self._arrived[name]
-        moments = [state[kind] for kind in ("exp_avg_sq", "max_exp_avg_sq") if kind in state]
-        as_stored = _stored_alike(grad, arrived, *moments)
-        steps, squares, *peaks = (_flat(x, as_stored) for x in (arrived, *moments))
-        share = shares(beta, step + 2, grad.device)
-        where, was, after = kernels.take_late(
-            _flat(grad, as_stored), squares, steps, step, share, beta, scale
-        )
-        _put_back(arrived, steps)
-        _put_back(moments[0], squares)
-        self._due.append((moments[0], as_stored, where, was, after))
-        for peak in peaks:  # AMSGrad's: the step itself may see more than was meant
-            most = peak[where]
-            self._due.append((moments[1], as_stored, where, most, most.maximum(after)))
+    def _correct(self, moments: list[Moment], step: int) -> None:
+        """Lower the second moments of what is late now, and note what to set after the step."""
+        device = moments[0].grad.device
+        orders = [stored_alike(*(x for x in m if isinstance(x, Tensor))) for m in moments]
+        late = [
+            kernels.Late(
+                grad=flattened(m.grad, as_stored),
+                square=flattened(m.square, as_stored),
+                arrived=flattened(m.arrived, as_stored),
+                shares=shares(m.beta, step + 2, device),
+                beta=m.beta,
+            )
+            for m, as_stored in zip(moments, orders, strict=True)
+        ]
+        found = kernels.take_late(late, step, *scaling(self._local, device))
+        for m, flat, as_stored, (where, was, after) in zip(
+            moments, late, orders, found, strict=True
+        ):
+            put_back(m.arrived, flat.arrived)
+            put_back(m.square, flat.square)
+            self._due.append((m.square, as_stored, where, was, after))
+            if m.peak is not None:  # the step itself may see more than was meant
+                most = flattened(m.peak, as_stored)[where]
+                self._due.append((m.peak, as_stored, where, most, most.maximum(after)))
 
-    def _relieve(self, most: float) -> None:
-        for group in self._optimizer.param_groups:
-            if group["betas"][0] > most:
-                self._betas.append((group, group["betas"]))
-                group["betas"] = (most, *group["betas"][1:])
-
-    def _restore(self) -> None:
-        while self._betas:
-            group, betas = self._betas.pop()
-            group["betas"] = betas
+    def _give_up(self, why: str) -> None:
+        """Late sums reach this optimizer as they are from now on."""
+        self._trusted, self._arrived = False, {}
+        if self._tells:
+            log.warning(
+                "%s: late_moments cannot correct it (%s): from here on plain error feedback",
+                type(self._local).__name__,
+                why,
+            )
 
 
 @lru_cache(maxsize=16)
@@ -189,37 +236,6 @@ def shares(beta: float, most: int, device: torch.device) -> Tensor:
     in a small net at beta2 0.999); the steps after it see what was meant.
     """
     return _table(beta, 1 << most.bit_length(), device)
-
-
-def _stored_alike(*tensors: Tensor) -> bool:
-    """Whether they lie in memory in one and the same order, without gaps."""
-    first, orders = tensors[0], (torch.contiguous_format, *CHANNELS_LAST)
-    whole = any(first.is_contiguous(memory_format=order) for order in orders)
-    return whole and all(other.stride() == first.stride() for other in tensors)
-
-
-def _flat(x: Tensor, as_stored: bool) -> Tensor:
-    """A view in the order of memory, or the values in the order of indices, which may be a copy."""
-    x = x.detach()
-    return x.as_strided((x.numel(),), (1,)) if as_stored else x.contiguous().view(-1)
-
-
-def _put_back(x: Tensor, flat: Tensor) -> None:
-    """Take over what was changed, if it was changed in a copy."""
-    if flat.data_ptr() != x.data_ptr():
-        x.copy_(flat.view_as(x))
-
-
-def _set(x: Tensor, as_stored: bool, where: Tensor, values: Tensor) -> None:
-    flat = _flat(x, as_stored)
-    flat[where] = values
-    _put_back(x, flat)
-
-
-def _finds_inf(optimizer: Any) -> bool:
-    """Whether a fused optimizer is about to skip the step because its scaler found an Inf."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)
 
 
 def _refuse_others(optimizer: Any) -> None:

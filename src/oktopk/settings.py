@@ -37,17 +37,18 @@ class Settings:
     (1 - density), so that at density 1 nothing is late and nothing is advanced. O(k)."""
 
     beta1: float | None = None
-    """Cap on Adam's first beta in the sparse phase: what was saved up is an average already, and
-    a second one over it only delays. Needs `attach(..., optimizer=...)`; None leaves
-    it alone."""
+    """Cap on Adam's first beta in the sparse phase, for the parameters that travel sparse: what was
+    saved up is an average already, and a second one over it only delays. None, the default for
+    every optimizer, leaves it alone. Needs `attach(..., optimizer=...)`."""
 
     late_moments: bool = False
     """Let Adam's second moment take an entry of `age` steps as that many small gradients, not as
     one huge one. Needs `attach(..., optimizer=...)`. One read of n, one int32 per entry."""
 
-    follow_rate: bool = True
+    follow_rate: bool = False
     """Scale what is owed when the learning rate changes, so that it moves the weights as it would
-    have. Needs `attach(..., optimizer=...)`. Off for Adam, which divides by what it has seen."""
+    have. Needs `attach(..., optimizer=...)`, which turns it on for SGD alone: optimizers that
+    divide by what they have seen, or take a sign of it, are harmed by it."""
 
     exact_every: int = 32
     """Steps between exact thresholds over the whole model (`oktopk`; tau' of the paper)."""

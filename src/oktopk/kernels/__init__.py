@@ -21,6 +21,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from oktopk.kernels.reference import Late as Late
 from oktopk.sparse import Room, Sparse
 
 T = TypeVar("T")
@@ -172,20 +173,16 @@ def add_at_(x: Tensor, sparse: Sparse, factor: float, base: int = 0) -> None:
 
 
 def take_late(
-    grad: Tensor,
-    square: Tensor,
-    arrived: Tensor,
-    step: int,
-    shares: Tensor,
-    beta: float,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Ready Adam's second moment for sums that arrive now (`grad` is not 0, nor
-    subnormal) after some steps.
+    late: list[Late], step: int, scale: float | Tensor = 1.0, found_inf: Tensor | None = None
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Ready Adam's second moments for sums that arrive now (`grad` is not 0, nor
+    subnormal) after some steps. All parameters of one device in one call.
 
     `square` is lowered so that a step with `grad / scale` leaves it at `beta * square` and
-    `shares[age]` of the sum's square, but not below 0; `arrived` becomes `step`. Comes back: the
-    places that had to wait, and what `square` was there and is to be after the step. One read of n,
-    then O(k).
+    `shares[age]` of the sum's square, but not below 0; `arrived` becomes `step`. Nothing changes
+    where `found_inf` is not 0, for then there is no step. For each comes back: the places that had
+    to wait, and what `square` was there and is to be after the step. One read of n, then O(k); on a
+    GPU the host waits for it twice, for however many parameters.
     """
-    return form(grad.device.type).take_late(grad, square, arrived, step, shares, beta, scale)
+    device = late[0].grad.device.type if late else "cpu"
+    return form(device).take_late(late, step, scale, found_inf)

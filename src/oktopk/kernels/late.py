@@ -34,30 +34,35 @@ def _take_late(
 
 
 def take_late(
-    grad: Tensor,
-    square: Tensor,
-    arrived: Tensor,
-    step: int,
-    shares: Tensor,
-    beta: float,
-    scale: float,
+    late: list[reference.Late], step: int, scale: float | Tensor, found_inf: Tensor | None
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    skips, done = found_inf is not None and bool(found_inf), []
+    for each in late:
+        if each.grad.dtype == each.square.dtype == torch.float32:
+            done.append(_walk(each, step, float(scale), skips))
+        else:
+            done += reference.take_late([each], step, scale, found_inf)
+    return done
+
+
+def _walk(
+    late: reference.Late, step: int, scale: float, skips: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if grad.dtype != torch.float32 or square.dtype != torch.float32:
-        return reference.take_late(grad, square, arrived, step, shares, beta, scale)
+    grad = late.grad[:0] if skips else late.grad
     found, num = select(grad, reference.least(grad.dtype), grad.numel())
     assert found.indices is not None
     where, was, after = (torch.empty(num, dtype=t) for t in (torch.int64, *[torch.float32] * 2))
-    numbers = np.float32(beta), np.float32(1 - beta), np.float32(scale)
-    late = _take_late(
+    numbers = np.float32(late.beta), np.float32(1 - late.beta), np.float32(scale)
+    count = _take_late(
         found.indices.numpy(),
         found.values.numpy(),
-        square.detach().numpy(),
-        arrived.numpy(),
+        late.square.detach().numpy(),
+        late.arrived.numpy(),
         step,
-        shares.numpy(),
+        late.shares.numpy(),
         *numbers,
         where.numpy(),
         was.numpy(),
         after.numpy(),
     )
-    return where[:late], was[:late], after[:late]
+    return where[:count], was[:count], after[:count]

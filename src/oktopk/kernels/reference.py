@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -132,24 +134,45 @@ def least(dtype: torch.dtype) -> float:
     return max(torch.finfo(torch.float32).smallest_normal, own.smallest_normal * own.eps)
 
 
+class Late(NamedTuple):
+    """One parameter's flat tensors for `take_late`, and its beta2."""
+
+    grad: Tensor
+    square: Tensor
+    arrived: Tensor
+    shares: Tensor
+    beta: float
+
+
+def arrives(grad: Tensor, found_inf: Tensor | None) -> Tensor:
+    """Where a gradient has a value that counts. None has in a step that the scaler will skip."""
+    comes = (grad.abs() < least(grad.dtype)).logical_not_()
+    return comes if found_inf is None else comes & (found_inf == 0)
+
+
 def take_late(
-    grad: Tensor,
-    square: Tensor,
-    arrived: Tensor,
-    step: int,
-    shares: Tensor,
-    beta: float,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    where = (grad.abs() < least(grad.dtype)).logical_not_().nonzero().squeeze(1)
-    age = step - arrived[where]
-    arrived[where] = step
-    where, age = where[age > 1], age[age > 1]
-    was, energy = square[where], (grad[where].float() / scale).square()
-    after = beta * was.float() + energy * shares[age.clamp(max=shares.numel() - 1).long()]
-    before = (after - (1 - beta) * energy) / beta
-    square[where] = before.clamp_(min=0).to(square.dtype)
-    return where, was, after.to(square.dtype)
+    late: list[Late], step: int, scale: float | Tensor, found_inf: Tensor | None
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    if not late:
+        return []
+    comes = [arrives(each.grad, found_inf) for each in late]
+    waited = [now & (each.arrived < step - 1) for each, now in zip(late, comes, strict=True)]
+    # for all parameters at once: each of these two waits for the device
+    counts = torch.stack([mask.sum() for mask in waited]).tolist()
+    places = torch.cat(waited).nonzero().squeeze(1).split(counts)
+    done, begin = [], 0
+    for each, now, found in zip(late, comes, places, strict=True):
+        where = found - begin
+        begin += now.numel()
+        age = step - each.arrived[where]
+        each.arrived.masked_fill_(now, step)
+        was, energy = each.square[where], (each.grad[where].float() / scale).square()
+        share = each.shares[age.clamp(max=each.shares.numel() - 1).long()]
+        after = each.beta * was.float() + energy * share
+        before = (after - (1 - each.beta) * energy) / each.beta
+        each.square[where] = before.clamp_(min=0).to(each.square.dtype)
+        done.append((where, was, after.to(each.square.dtype)))
+    return done
 
 
 def decode_indices(low: Tensor, high: Tensor, lo: int, low_bits: int, out: Tensor) -> None:

@@ -77,7 +77,7 @@ class Config:
     bounds_every: int = option(64, "steps between agreements on the region bounds")
     scope: str = option("model", "choose from the whole model or every bucket", *get_args(Scope))
     remedies: str = option("auto", "what suits the optimizer, or plain feedback", "auto", "none")
-    beta1: float = option(-1.0, "cap on Adam's first beta when sparse; -1: as remedies say")
+    beta1: float = option(-1.0, "cap on Adam's first beta when sparse; -1: leave it")
     advance: float = option(-1.0, "share of a sum delivered ahead; -1: as remedies say")
     late_moments: str = option("remedies", "Adam takes a late sum as many gradients", *SWITCH)
     follow_rate: str = option("remedies", "residuals follow the learning rate", *SWITCH)

@@ -15,6 +15,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # Each may import from those before it, never from those after it.
 ORDER = [
     "version",
+    "arguments",
     "sparse",
     "kernels",
     "wire",
@@ -30,6 +31,8 @@ ORDER = [
     "layout",
     "tally",
     "engine",
+    "bucket_tracker",
+    "saved_state",
     "reducer",
     "policy",
     "rollcall",
@@ -42,8 +45,6 @@ ORDER = [
     "remedies",
     "clipping",
     "weights",
-    "bucket_tracker",
-    "saved_state",
     "named",
     "gathered",
     "handle",

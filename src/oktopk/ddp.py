@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from oktopk.arguments import integer, shown
 from oktopk.comm import Comm, TorchTransport
 from oktopk.costs import Work, cheapest, entry_bits, probe_link, probe_machine
 from oktopk.exchanger import Arrived
@@ -85,6 +86,12 @@ def attach(
         more: the other fields of `oktopk.settings.Settings`.
     """
     refuse_misuse(model, timeout, clip_before, check_every)
+    if total_steps is not None:
+        total_steps = integer("total_steps", total_steps, least=1)
+    if policy is not None and not isinstance(policy, Policy):
+        raise TypeError(f"policy must be an oktopk.Policy, got {shown(policy)}")
+    if on_step is not None and not callable(on_step):
+        raise TypeError(f"on_step must be a function of a StepStats, got {shown(on_step)}")
     followed = Followed(optimizer, scaler)
     if followed.has_scaler:
         more.setdefault("on_nonfinite", "deliver")

@@ -30,6 +30,8 @@ class Followed:
         self.optimizer: Any = _innermost(optimizer)
         if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
             raise TypeError(f"expected an optimizer or a scheduler, got {type(optimizer).__name__}")
+        if scaler is not None and not hasattr(scaler, "get_scale"):
+            raise TypeError(f"expected a GradScaler as scaler, got {type(scaler).__name__}")
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._rates: dict[str, float] = {}
         self._peaks: dict[str, float] = {}

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import math
-
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from oktopk.arguments import integer, number
 from oktopk.hook import attached_to
 from oktopk.layout import check_indexable
 from oktopk.settings import Settings
 
+MOST_SECONDS = 10**7  # about four months: larger ones overflow in the C++ of the process group
 REBUILT = 3  # steps after which DDP has rebuilt its buckets, also with a static graph
 
 
 def refuse_misuse(
     model: object, timeout: float, clip_before: float | None, check_every: int
 ) -> None:
-    """Raise TypeError for a model, ValueError for a number that cannot work."""
+    """Raise TypeError or ValueError for what cannot work, naming it."""
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"attach needs a DistributedDataParallel model, got {type(model).__name__}; Accelerate "
@@ -28,12 +28,14 @@ def refuse_misuse(
     _refuse_hooks(model)
     _refuse_devices(model)
     _refuse_gradients(model)
-    if not 0 < timeout < math.inf:  # a NaN fails too
-        raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
-    if clip_before is not None and not clip_before > 0:
-        raise ValueError(f"clip_before must be more than 0, or None, got {clip_before}")
-    if check_every < 0:
-        raise ValueError(f"check_every must be 0 (never) or more steps, got {check_every}")
+    if not 0 < number("timeout", timeout, "more than 0 seconds") <= MOST_SECONDS:
+        raise ValueError(
+            f"timeout must be more than 0 seconds and at most {MOST_SECONDS}, got {timeout}"
+        )
+    allowed = "more than 0, or None"
+    if clip_before is not None and not number("clip_before", clip_before, allowed) > 0:
+        raise ValueError(f"clip_before must be {allowed}, got {clip_before}")
+    integer("check_every", check_every, least=0)
 
 
 def refuse_size(model: DistributedDataParallel, settings: Settings) -> None:

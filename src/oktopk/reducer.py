@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import to_builtins
 from torch import Tensor
 
+from oktopk import saved_state
+from oktopk.arguments import integer, shown
 from oktopk.comm import Comm, TorchTransport
 from oktopk.engine import Engine
 from oktopk.handshake import agree
@@ -55,8 +57,11 @@ class Reducer:
         for name, off in {"beta1": None, "late_moments": False}.items():
             if more.get(name, off) is not off:
                 raise ValueError(f"{name} needs an optimizer: use oktopk.attach")
-        numel = operator.index(numel)
-        if not 0 <= numel <= MOST:
+        if comm is not None and not isinstance(comm, Comm):
+            raise TypeError(f"comm must be an oktopk Comm, got {shown(comm)}")
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group must be a process group, got {shown(group)}")
+        if (numel := integer("numel", numel, least=0)) > MOST:
             raise ValueError(
                 f"numel must be from 0 to 2**31 - 1, as indices are int32, got {numel}: "
                 "split the gradient over several reducers"
@@ -118,14 +123,9 @@ class Reducer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken: the same bits as a run that never stopped."""
         here = {"numel": self.numel, "method": self.settings.method, "size": self.comm.size}
-        for name, mine in here.items():
-            if state.get(name) != mine:
-                raise ValueError(
-                    f"the state was saved with {name}={state.get(name)}, this is {mine}"
-                )
-        residual = state["residual"]
+        engine, residual = saved_state.load_flat(state, here)
         self._engine.residual = None if residual is None else residual.clone()
-        self._engine.load_state_dict(state["engine"])
+        self._engine.load_state_dict(to_builtins(engine))
         self._agreed = False  # the ranks may have loaded different states
 
     def _check(self, grad: Tensor) -> None:
@@ -146,6 +146,9 @@ class Reducer:
 
 def check_gradient(grad: Tensor, numel: int, where: str) -> None:
     """Raise an error that names what is wrong with a gradient."""
+    if grad.device.type == "meta" or grad.layout != torch.strided:
+        what = "without data" if grad.device.type == "meta" else f"with layout {grad.layout}"
+        raise TypeError(f"{where}: gradients must be dense tensors, got one {what}")
     if not grad.is_floating_point() or grad.dtype.itemsize < 2:
         raise TypeError(f"{where}: gradients must be fp16, bf16, fp32 or float64, got {grad.dtype}")
     if grad.shape != (numel,) or not grad.is_contiguous():

@@ -14,6 +14,7 @@ from typing import Any
 from torch.optim import SGD, Adamax
 
 from oktopk.adamstate import KNOWN, is_pair_of_betas
+from oktopk.arguments import integer
 from oktopk.followed import local_optimizer
 from oktopk.settings import Settings, ramp
 
@@ -94,8 +95,7 @@ def suited(
     """The settings with what suits the optimizer, but for what was `given` by hand."""
     if ramp_steps is None:
         ramp_steps = RAMP * settings.warmup_steps if optimizer is not None else 0
-    if ramp_steps < 0:
-        raise ValueError(f"ramp_steps must be 0 or more, got {ramp_steps}")
+    ramp_steps = integer("ramp_steps", ramp_steps, least=0)
     if settings.method == "dense":
         return settings
     if "schedule" not in given:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
+from oktopk.arguments import shown
 from oktopk.bucket_tracker import Layout
 from oktopk.sparse import acc_dtype
 
@@ -24,6 +25,8 @@ FORMAT = 1
 
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
 Estimate = Annotated[list[float], Meta(min_length=2, max_length=2)]
+DTYPES = (torch.float32, torch.float64)
+"""Of a residual."""
 RANKS = "ranks"
 """Key of the states of all ranks in a gathered state."""
 
@@ -125,6 +128,33 @@ def load(
         raise StateError(f"rank {rank}: {error}") from error.__cause__
 
 
+def load_flat(state: Any, here: Mapping[str, Any]) -> tuple[SavedEngine, Tensor | None]:
+    """The state of a `Reducer`: `here` has what it must have been saved with."""
+    keys = {*here, "residual", "engine"}
+    if not isinstance(state, dict) or not keys <= set(state):
+        raise StateError(f"not a state of a reducer: expected one with {sorted(keys)}")
+    for name, mine in here.items():
+        if type(state[name]) is not type(mine) or state[name] != mine:
+            raise StateError(
+                f"the state was saved with {name}={shown(state[name])}, this is {mine}"
+            )
+    try:
+        engine = msgspec.convert(state["engine"], SavedEngine)
+    except msgspec.ValidationError as error:
+        raise StateError(f"'engine' of the state cannot be read: {error}") from error
+    _check_engine(engine, here["size"])
+    residual = state["residual"]
+    if residual is None:
+        return engine, None
+    flat = isinstance(residual, Tensor) and residual.layout == torch.strided
+    if not flat or residual.dtype not in DTYPES or residual.shape != (here["numel"],):
+        expected = f"a flat fp32 or float64 tensor of {here['numel']} elements"
+        raise StateError(f"the residual must be {expected}, got {shown(residual)}")
+    if residual.device.type == "meta" or not torch.isfinite(residual).all():
+        raise StateError("the residual has no data, or a NaN or Inf: load an older checkpoint")
+    return engine, residual
+
+
 def _parse(state: Any) -> Saved:
     """One rank's state, of the right types."""
     if not isinstance(state, dict) or not {"facts", "residuals"} <= set(state):
@@ -134,8 +164,8 @@ def _parse(state: Any) -> Saved:
             f"'residuals', got {had or 'an empty one'}"
         )
     facts = _parse_facts(state["facts"])
-    residuals = _tensors(state["residuals"], "residuals", lambda x: x.is_floating_point())
-    arrived = _tensors(state.get("arrived", {}), "arrived", lambda x: x.dtype == torch.int32)
+    residuals = _tensors(state["residuals"], "residuals", DTYPES)
+    arrived = _tensors(state.get("arrived", {}), "arrived", (torch.int32,))
     for name, residual in residuals.items():
         if not torch.isfinite(residual).all():
             raise StateError(f"the residual of {name!r} has a NaN or Inf: load an older checkpoint")
@@ -163,32 +193,37 @@ def _parse_facts(text: Any) -> SavedFacts:
 
 def _check_numbers(facts: SavedFacts) -> None:
     """What types cannot say: numbers that must fit each other."""
-    engine = facts.engine
-    if facts.rank >= facts.world_size or engine.skipped > engine.step:
-        raise StateError(
-            f"the state is of rank {facts.rank} of {facts.world_size}, and of {engine.step} steps, "
-            f"{engine.skipped} of them skipped, which cannot be"
-        )
-    for thresholds in (*engine.states, engine.whole):
-        for estimate in (thresholds.local, thresholds.result):
-            if estimate is not None and not (estimate[0] >= 0 and 0 < estimate[1] < 1e6):
-                raise StateError(f"the state has the threshold and slope {estimate}")
-        bounds = thresholds.bounds
-        regular = bounds is None or (len(bounds) == facts.world_size + 1 and bounds[0] == 0)
-        if not regular or (bounds is not None and bounds != sorted(bounds)):
-            raise StateError(f"the state has the region bounds {bounds}")
+    if facts.rank >= facts.world_size:
+        raise StateError(f"the state is of rank {facts.rank} of {facts.world_size}")
+    _check_engine(facts.engine, facts.world_size)
     rates = (*facts.followed.rates.values(), *facts.followed.peaks.values())
     if not all(0 <= rate < float("inf") for rate in (*rates, facts.followed.scale or 1.0)):
         raise StateError("a learning rate or loss scale in the state is no positive number")
 
 
-def _tensors(value: Any, key: str, fits: Callable[[Tensor], bool]) -> dict[str, Tensor]:
+def _check_engine(engine: SavedEngine, world_size: int) -> None:
+    if engine.skipped > engine.step:
+        raise StateError(f"the state is of {engine.step} steps, {engine.skipped} of them skipped")
+    for thresholds in (*engine.states, engine.whole):
+        for estimate in (thresholds.local, thresholds.result):
+            if estimate is not None and not (estimate[0] >= 0 and 0 < estimate[1] < 1e6):
+                raise StateError(f"the state has the threshold and slope {estimate}")
+        bounds = thresholds.bounds
+        regular = bounds is None or (len(bounds) == world_size + 1 and bounds[0] == 0)
+        if not regular or (bounds is not None and bounds != sorted(bounds)):
+            raise StateError(f"the state has the region bounds {shown(bounds)}")
+
+
+def _tensors(value: Any, key: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, Tensor]:
+    """Dense tensors with data, by name."""
     if not isinstance(value, dict):
         raise StateError(f"{key!r} must be tensors by name, got a {type(value).__name__}")
     for name, x in value.items():
-        if not isinstance(name, str) or not isinstance(x, Tensor) or not fits(x):
-            what = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-            raise StateError(f"{key!r} has {what} as {name!r}")
+        if not isinstance(name, str) or not isinstance(x, Tensor):
+            raise StateError(f"{key!r} has a {type(x).__name__} as {shown(name)}")
+        if x.layout != torch.strided or x.device.type == "meta" or x.dtype not in dtypes:
+            what = f"a tensor of {x.dtype}, {x.layout}, on {x.device.type}"
+            raise StateError(f"{key!r} has {what} as {shown(name)}")
     return {clean_name(name): x for name, x in value.items()}
 
 

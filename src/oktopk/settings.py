@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from oktopk.arguments import choice, flag, integer, number, shown
 from oktopk.methods import METHODS
 from oktopk.wire import Form
 
@@ -72,37 +72,28 @@ class Settings:
     """When a rank has a NaN or Inf, all ranks skip the step (zeros), raise, or deliver NaN."""
 
     def __post_init__(self) -> None:
-        for name in ("warmup_steps", "exact_every", "bounds_every", "group_numel"):
-            object.__setattr__(self, name, operator.index(getattr(self, name)))
-        object.__setattr__(self, "density", float(self.density))
-        if self.method not in METHODS:
-            raise ValueError(f"unknown method {self.method!r}; known methods: {', '.join(METHODS)}")
-        for density in (self.density, *(density for _, density in self.schedule)):
-            if not 0 < density <= 1:  # a NaN fails too
-                raise ValueError(f"density must be in (0, 1], got {density}")
-        self._check_numbers()
+        if not isinstance(self.method, str) or self.method not in METHODS:
+            known = ", ".join(METHODS)
+            raise ValueError(f"unknown method {shown(self.method)}; known methods: {known}")
+        least = {"warmup_steps": 0, "exact_every": 1, "bounds_every": 1, "group_numel": 1}
+        for name, lowest in least.items():
+            self._set(name, integer(name, getattr(self, name), least=lowest))
+        self._set("density", _density(self.density))
+        self._set("schedule", _schedule(self.schedule))
+        self._set("advance", number("advance", self.advance, "in [0, 1]"))
         if not 0 <= self.advance <= 1:
             raise ValueError(f"advance must be in [0, 1], got {self.advance}")
-        if self.beta1 is not None and not 0 <= self.beta1 < 1:
-            raise ValueError(f"beta1 must be in [0, 1), or None, got {self.beta1}")
-        for name, allowed in {
-            "wire": Form,
-            "scope": Scope,
-            "on_nonfinite": OnNonfinite,
-        }.items():
-            if getattr(self, name) not in get_args(allowed):
-                raise ValueError(
-                    f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}"
-                )
+        if self.beta1 is not None:
+            self._set("beta1", number("beta1", self.beta1, "in [0, 1), or None"))
+            if not 0 <= self.beta1 < 1:
+                raise ValueError(f"beta1 must be in [0, 1), or None, got {self.beta1}")
+        for name in ("late_moments", "follow_rate"):
+            flag(name, getattr(self, name))
+        for name, words in {"wire": Form, "scope": Scope, "on_nonfinite": OnNonfinite}.items():
+            choice(name, getattr(self, name), get_args(words))
 
-    def _check_numbers(self) -> None:
-        for steps, _ in self.schedule:
-            if steps < 1:
-                raise ValueError(f"a part of the schedule must last 1 step or more, got {steps}")
-        least_of = {"warmup_steps": 0, "exact_every": 1, "bounds_every": 1, "group_numel": 1}
-        for name, least in least_of.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be {least} or more, got {getattr(self, name)}")
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # frozen only for others
 
     def is_dense(self, step: int) -> bool:
         return step < self.warmup_steps or self.method == "dense"
@@ -123,6 +114,23 @@ class Settings:
             if step - self.warmup_steps < end:
                 return density
         return self.density
+
+
+def _density(value: Any) -> float:
+    density = number("density", value, "in (0, 1]")
+    if not 0 < density <= 1:  # a NaN fails too
+        raise ValueError(f"density must be in (0, 1], got {density}")
+    return density
+
+
+def _schedule(value: Any) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = [(steps, density) for steps, density in value]
+    except (TypeError, ValueError):
+        what = "(steps, density) pairs"
+        raise TypeError(f"schedule must be {what}, got {shown(value)}") from None
+    steps = "steps of a part of the schedule"
+    return tuple((integer(steps, n, least=1), _density(density)) for n, density in pairs)
 
 
 def num_kept(numel: int, density: float) -> int:

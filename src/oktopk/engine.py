@@ -270,13 +270,24 @@ class Engine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Bit-exact for the same groups of buckets; else only the counters are taken over."""
         self.step, self.skipped = state["step"], state["skipped"]
-        same_buckets = state["numels"] == [bucket.numel for bucket in self.buckets]
-        if not same_buckets or len(state["states"]) != len(self.groups):
+        if not self._has_same_groups(state):
             return
         self.quotas = list(state["quotas"])
         self.whole.load_state_dict(state["whole"])
         for mine, saved in zip(self.states, state["states"], strict=True):
             mine.load_state_dict(saved)
+
+    def _has_same_groups(self, state: dict[str, Any]) -> bool:
+        """Whether thresholds, bounds and quotas are for these groups of buckets."""
+        if state["numels"] != [bucket.numel for bucket in self.buckets]:
+            return False
+        if len(state["states"]) != len(self.groups):
+            return False
+        if len(state["quotas"]) not in (0, len(self.groups)):
+            return False
+        numels = [self.starts[group.stop] - self.starts[group.start] for group in self.groups]
+        pairs = zip((*state["states"], state["whole"]), (*numels, self.numel), strict=True)
+        return all(saved["bounds"] is None or saved["bounds"][-1] == n for saved, n in pairs)
 
     def shared(self) -> str:
         """What must be the same on every rank before a step, in short."""

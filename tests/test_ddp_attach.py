@@ -19,7 +19,7 @@ import oktopk
 from idioms import IDIOMS, SPARSE, Net, batch, build, one_step, weights_of
 from oktopk import layout, misuse
 from oktopk.comm import ExchangeError
-from oktopk.handshake import ROOM, _short, agree_at, differences
+from oktopk.handshake import agree_at, differences
 from oktopk.settings import Settings
 
 
@@ -156,11 +156,6 @@ def test_an_error_lists_a_few_ranks_and_a_few_differences():
     )
 
 
-def test_the_header_of_the_first_step_has_room_for_the_longest_values():
-    names = [*Settings.__dataclass_fields__, *(f"a rather long name {i}" for i in range(10))]
-    assert len(str({name: _short("x" * 1000) for name in names})) <= ROOM
-
-
 # What is refused
 
 
@@ -206,6 +201,14 @@ def wrapped(group, what: str) -> DistributedDataParallel:
         more = {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)}
     elif what == "in backward":
         net.head.weight._in_backward_optimizers = []  # as _apply_optimizer_in_backward does
+    elif what == "delayed":
+        net.head.requires_grad_(False)
+        more = {
+            "delay_all_reduce_named_params": [
+                (name, p) for name, p in net.named_parameters() if p.requires_grad
+            ],
+            "param_to_hook_all_reduce": net.inner.weight,
+        }
     return DistributedDataParallel(net, process_group=group, **more)
 
 
@@ -220,7 +223,7 @@ def refused(group, what: str) -> tuple:
         return str(error), left_behind() == before
     finally:
         layout.MOST, misuse._backends = most, backends
-        for _, state in model._comm_hooks:
+        for _, state in getattr(model, "_comm_hooks", []):
             if hasattr(state, "handle"):
                 state.handle.close()
     return "no error", False
@@ -236,6 +239,7 @@ def refused(group, what: str) -> tuple:
         ("attached", "this model is attached already: close() its handle first"),
         ("mixed precision", "this model has DDP's own mixed precision"),
         ("in backward", "an optimizer runs in the backward of this model"),
+        ("delayed", "this model delays the all-reduce of all its parameters"),
         ("python reducer", "optimize_ddp='python_reducer'"),
         ("huge", "the model has 8405 trainable entries, and no more than 2000 can be selected"),
     ],

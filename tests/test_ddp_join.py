@@ -146,7 +146,7 @@ def test_replicas_stay_the_same_where_the_optimizer_is_copied_after_a_join(world
 
 
 def adam_recipe(group) -> tuple:
-    """As docs/footguns.md shows."""
+    """As docs/guides/ddp.md shows."""
     rank, P = dist.get_rank(group), dist.get_world_size(group)
     torch.manual_seed(0)
     model = DistributedDataParallel(Net(), process_group=group, bucket_cap_mb=0.02)

@@ -71,11 +71,11 @@ def reduce_differently(group, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("numel", "numel is 100 on rank 0 but 90 on rank 1"),
-        ("dtype", "gradient dtype is torch.float32 on rank 0 but torch.float16 on rank 1"),
-        ("integer", "gradient dtype is torch.float32 on rank 0 but torch.int64 on rank 1"),
-        ("density", "density is 0.02 on rank 0 but 0.5 on rank 1"),
-        ("method", "method is oktopk on rank 0 but topka on rank 1"),
+        ("numel", "numel is 100 on ranks 0, 2 but 90 on rank 1"),
+        ("dtype", "gradient dtype is torch.float32 on ranks 0, 2 but torch.float16 on rank 1"),
+        ("integer", "gradient dtype is torch.float32 on ranks 0, 2 but torch.int64 on rank 1"),
+        ("density", "density is 0.02 on ranks 0, 2 but 0.5 on rank 1"),
+        ("method", "method is oktopk on ranks 0, 2 but topka on rank 1"),
     ],
 )
 def test_ranks_that_disagree_find_out_together(world, what, message):

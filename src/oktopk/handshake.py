@@ -19,7 +19,7 @@ import torch
 
 from oktopk.comm import Comm, ExchangeError
 
-ROOM = 2048  # bytes for a rank's facts as JSON
+ROOM = 1024  # bytes for a rank's facts as JSON
 PROTOCOL = 1  # of the messages between ranks; to be raised whenever they change
 SHOWN = 8  # ranks, and differences, that an error lists
 LONGEST_PAUSE = 0.2  # seconds between two looks at the store
@@ -36,7 +36,7 @@ class Store(Protocol):
 
 
 def agree(comm: Comm, device: torch.device, facts: dict[str, Any]) -> None:
-    """Raise ValueError on every rank if any fact differs on any. One header of 2048 bytes."""
+    """Raise ValueError on every rank if any fact differs on any. One header of 1024 bytes."""
     text = json.dumps({name: _short(value) for name, value in facts.items()}).encode()
     assert len(text) <= ROOM, text
     mine = torch.tensor(list(text.ljust(ROOM)), dtype=torch.uint8, device=device)

@@ -102,8 +102,8 @@ class Reducer:
         if not isinstance(grad, Tensor):
             raise TypeError(f"rank {self.comm.rank}: expected a tensor, got {type(grad).__name__}")
         grad = grad.detach()
-        self._engine.begin()  # from here on all traffic is of this step
         self._check(grad)
+        self._engine.begin()
         self._engine.feed(0, grad)
         stats = self._engine.finish()
         self._engine.raise_if_asked(stats)

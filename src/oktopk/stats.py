@@ -46,7 +46,7 @@ class StepStats:
     """Bytes this rank sent in this step, headers included."""
 
     bytes_header: int
-    """The part of `bytes_sent` that is not gradient data: sizes, counts, bounds, bins."""
+    """The part of `bytes_sent` that is not gradient data: sizes, counts, bounds, checksums."""
 
     bytes_received: int
     """Bytes this rank received in this step, headers included."""

@@ -24,7 +24,7 @@ class ReplicaError(RuntimeError):
 
 AFTER_JOIN = (
     "; there was a join before, and DDP then copies the weights of the last rank to the others but "
-    "not the state of its optimizer (momentum): copy that too, as docs/footguns.md shows"
+    "not the state of its optimizer (momentum): copy that too, as docs/guides/ddp.md shows"
 )
 BLOCK = 1 << 16  # values weighted at once
 ODD = -0x61C8864680B583EB  # 2^64 over the golden ratio, as int64: its multiples look random

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from oktopk.handle import Handle
 from oktopk.misuse import refuse_misuse
 from oktopk.policy import Policy
 from oktopk.remedies import suited, warn_if_short
-from oktopk.rollcall import RollCall, patience_of
+from oktopk.rollcall import RollCall, new_group, patience_of, present
 from oktopk.settings import Settings, num_kept
 from oktopk.stats import StepStats
 
@@ -133,14 +132,16 @@ def _own_group(group: Any, timeout: float) -> tuple[Comm, RollCall]:
     ranks have made the same groups before.
     """
     ranks = dist.get_process_group_ranks(group)
-    patience = patience_of(timeout)
-    own = dist.new_group(
+    own = new_group(
         ranks,
-        timeout=timedelta(seconds=timeout - patience),
+        timeout,
         backend=dist.get_backend(group),
         use_local_synchronization=len(ranks) < dist.get_world_size(),
     )
     transport = TorchTransport(own, owned=True)
+    if (of_job := present()) is not None and ranks == list(range(dist.get_world_size())):
+        return Comm(transport), of_job.share()
+    patience = patience_of(timeout)
     return Comm(transport), RollCall(transport.store(), transport.rank, transport.size, patience)
 
 

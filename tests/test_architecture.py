@@ -15,6 +15,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # Each may import from those before it, never from those after it.
 ORDER = [
     "version",
+    "interrupts",
     "bounded",
     "sparse",
     "kernels",
@@ -35,6 +36,7 @@ ORDER = [
     "reducer",
     "policy",
     "rollcall",
+    "groups",
     "exchanger",
     "followed",
     "moments",

@@ -23,11 +23,12 @@ from oktopk.comm import Comm, TorchTransport
 from oktopk.costs import Work, cheapest, entry_bits, probe_link, probe_machine
 from oktopk.exchanger import Arrived
 from oktopk.followed import Followed
+from oktopk.groups import new_group
 from oktopk.handle import Handle
 from oktopk.misuse import refuse_misuse
 from oktopk.policy import Policy
 from oktopk.remedies import suited, warn_if_short
-from oktopk.rollcall import RollCall, new_group, patience_of, present
+from oktopk.rollcall import RollCall, patience_of, present
 from oktopk.settings import Settings, num_kept
 from oktopk.stats import StepStats
 

@@ -23,9 +23,10 @@ import torch.distributed as dist
 from oktopk import rollcall
 from oktopk.bounded import GRACE, Overdue, within
 from oktopk.comm import Comm, TorchTransport
+from oktopk.groups import WatchedTransport, bounded_group, new_group
 from oktopk.place import LaunchError, Place
 from oktopk.rendezvous import hosts_store, store_of_job
-from oktopk.rollcall import RollCall, WatchedTransport, bounded_group, new_group, patience_of
+from oktopk.rollcall import RollCall, patience_of
 from oktopk.signin import HEARD_SECONDS, Signed, device_of, sign_in, threads
 
 ALONE = Place("nobody", 0, 1, 0, 1)

@@ -16,23 +16,19 @@ import json
 import re
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from time import monotonic
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch import Tensor
 
-from oktopk.bounded import GRACE, Overdue, within
-from oktopk.comm import ExchangeError, Transport
+from oktopk.comm import ExchangeError
 
 LOST = (
     "the store of the process group does not answer, so nobody could be asked: it usually lives in "
     "rank 0 of the job, look there first"
 )
-T = TypeVar("T")
 LOOKS = 5  # times a rank looks for an alarm while another one waits for its word
 
 
@@ -175,53 +171,6 @@ def of_job(roll_call: RollCall) -> Iterator[None]:
 def present() -> RollCall | None:
     """The one of the job; None where oktopk did not make the process group."""
     return _of_job
-
-
-class WatchedTransport:
-    """A transport of all ranks of the job whose errors say which rank is to blame."""
-
-    def __init__(self, transport: Transport, roll_call: RollCall) -> None:
-        self.rank, self.size = transport.rank, transport.size
-        self._transport, self._roll_call = transport, roll_call
-
-    def exchange(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
-        self._watched(lambda: self._transport.exchange(outgoing, incoming))
-
-    def swap(self, x: Tensor, out: Tensor) -> None:
-        self._watched(lambda: self._transport.swap(x, out))
-
-    def all_reduce_(self, x: Tensor) -> None:
-        self._watched(lambda: self._transport.all_reduce_(x))
-
-    def close(self) -> None:
-        self._transport.close()
-
-    def _watched(self, act: Callable[[], None]) -> None:
-        try:
-            if self._roll_call.verdict is not None:
-                raise ExchangeError("another rank gave up")
-            act()
-        except ExchangeError as error:
-            self._roll_call.give_up(error, self)
-            raise
-
-
-def bounded_group(timeout: float, make: Callable[[timedelta], T]) -> T:
-    """Make a process group with a limit for its operations; ExchangeError if it takes too long.
-
-    What is left of `timeout` after that limit is for finding out who is missing. A store that
-    stopped would block torch for ever.
-    """
-    limit = timedelta(seconds=timeout - patience_of(timeout))
-    try:
-        return within(timeout + GRACE, lambda: make(limit))
-    except Overdue as error:
-        raise ExchangeError(f"no process group was made within {timeout:g} s") from error
-
-
-def new_group(ranks: list[int] | None, timeout: float, **more: Any) -> Any:
-    """torch's new_group, bounded. Every rank of the group must call it."""
-    return bounded_group(timeout, lambda limit: dist.new_group(ranks, timeout=limit, **more))
 
 
 def of_network(error: BaseException) -> bool:

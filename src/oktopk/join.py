@@ -84,7 +84,9 @@ def _sign_in(
     def act() -> tuple[dist.Store, Signed, RollCall]:
         store, signed = sign_in(met, place, timeout, alike)
         # a connection of its own where there can be one: the group may block the first
-        own: Any = store.clone() if place.size > 1 else store
+        own: Any = store
+        if place.size > 1 and hasattr(own, "clone"):
+            own = own.clone()
         return store, signed, RollCall(own, place.rank, place.size, patience_of(timeout))
 
     try:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import resource
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,7 +42,7 @@ class InterruptedRunError(Exception):
 
 
 def train(group, corpus: str, runs: str, settings: dict, resume: bool, faults: dict | None = None):
-    """One rank's run. Faults: `breaks_at` a step; `nan_at` (rank, first step, last step)."""
+    """One rank's run. Faults: see `faulty`."""
     del group
     rank, size = dist.get_rank(), dist.get_world_size()
     config = Config(**(TINY | {"name": "tiny", "data": corpus, "runs": runs} | settings))
@@ -63,9 +64,13 @@ def faulty(
     breaks_at: int = -1,
     nan_at: tuple[int, int, int] = (-1, 0, 0),
     fills_at: int = -1,
+    drifts_at: int = -1,
+    no_files_at: int = -1,
 ):
-    """Steps that break off, have a loss that is not a number, or find the disk full."""
+    """Steps that break off; have a loss that is not a number (rank, first step, last step); find
+    the disk full; after which a weight of rank 1 differs; from which rank 0 can write nothing."""
     take_step, loss_of, at = loop.take_step, step.ctc_loss, [0]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def breaking(run, batches):
         at[0] = run.progress.step
@@ -74,7 +79,13 @@ def faulty(
         if at[0] == fills_at and rank == 0:
             room = os.statvfs(runs)
             Path(runs, "ballast").write_bytes(bytes(room.f_bavail * room.f_bsize - 100_000))
-        return take_step(run, batches)
+        if at[0] == no_files_at and rank == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+        entry = take_step(run, batches)
+        if at[0] == drifts_at and rank == 1:
+            with torch.no_grad():
+                next(run.model.parameters()).view(-1)[0] += 1e-6
+        return entry
 
     def poisoned(*args):
         bad = rank == nan_at[0] and nan_at[1] <= at[0] <= nan_at[2]
@@ -85,6 +96,7 @@ def faulty(
         yield
     finally:
         loop.take_step, step.ctc_loss = take_step, loss_of
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def entries(folder: str | Path, kind: str) -> list[dict]:

@@ -16,6 +16,8 @@ MODULES = sorted(ROOT.rglob("*.py"))
 ORDER = [
     "version",
     "arguments",
+    "interrupts",
+    "bounded",
     "sparse",
     "kernels",
     "wire",
@@ -36,6 +38,7 @@ ORDER = [
     "reducer",
     "policy",
     "rollcall",
+    "groups",
     "exchanger",
     "followed",
     "flatviews",
@@ -53,6 +56,7 @@ ORDER = [
     "ddp",
     "place",
     "meeting",
+    "rendezvous",
     "signin",
     "join",
     "lifeline",
@@ -70,6 +74,7 @@ ORDER = [
 
 # Not collectives: asking who and where one is, and where ranks meet before there is a group.
 HARMLESS = {
+    "DistError",
     "HashStore",
     "PrefixStore",
     "Store",

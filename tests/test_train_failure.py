@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import speech
+from worlds import forkserver
 
 SETTINGS = {"epochs": 2, "checkpoint_every": 2}  # 6 steps an epoch on two ranks
 
@@ -122,3 +124,53 @@ def test_a_loss_that_stays_nan_ends_the_run_on_all_ranks(worlds, corpus, tmp_pat
     ):
         assert answer.startswith("DivergedError: rank")
         assert "lower lr" in answer and "--resume" in answer
+
+
+@pytest.mark.parametrize("settings", [{"checkpoint_every": 2}, {"checkpoint_every": 0}])
+def test_weights_that_differ_end_the_run_before_they_are_saved(worlds, corpus, tmp_path, settings):
+    """At the next checkpoint, and at the end of the run, on all ranks."""
+    answers = worlds.run(
+        2, speech.train, corpus, str(tmp_path), {"epochs": 1} | settings, False, {"drifts_at": 3}
+    )
+    step = 4 if settings["checkpoint_every"] else 6
+    for rank, answer in enumerate(answers):
+        assert answer.startswith(
+            f"RunError: rank {rank}, step {step}: the weights of 'conv.0.weight'"
+        )
+        assert "differ between rank 0 and ranks [1]" in answer and "--resume" in answer
+    saved = [path.name for path in (tmp_path / "tiny" / "checkpoints").glob("step-*")]
+    assert saved == (["step-00000002"] if settings["checkpoint_every"] else [])
+
+
+def test_metrics_that_cannot_be_written_end_the_run_on_all_ranks(worlds, corpus, tmp_path):
+    faults = {"no_files_at": 2}
+    answers = worlds.run(2, speech.train, corpus, str(tmp_path), {"epochs": 1}, False, faults)
+    assert answers[0].startswith("RunError: the metrics could not be written: [Errno 27]")
+    assert "--resume" in answers[0]
+    assert answers[1].startswith("OthersError: rank 1 stops because writing the metrics failed on")
+
+
+def test_without_tensorboard_the_run_goes_on(tmp_path):
+    said = tmp_path / "said"
+    process = forkserver().Process(target=small_board, args=(tmp_path, said))
+    process.start()
+    process.join(30)
+    process.kill()
+    text = said.read_text()
+    assert process.exitcode == 0, text
+    lines = [line for line in text.splitlines() if line]
+    assert len(lines) == 1 and lines[0].startswith("TensorBoard's events in"), text
+    assert "training goes on without them: [Errno 27] File too large" in lines[0]
+
+
+def small_board(folder: Path, said: Path) -> None:
+    """Write more events than a file may have, with all that is said in a file of its own."""
+    with said.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    from oktopk.train.board import Board
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+    board = Board(folder / "events", 0)
+    for step in range(200):
+        board.steps([{"step": step, "loss": 1.0, "lr": 0.1}])
+    board.close()

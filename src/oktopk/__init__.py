@@ -4,6 +4,12 @@ reducer = oktopk.Reducer(numel, method="oktopk", density=0.02)
 stats = reducer.reduce_(flat_gradient)   # in place: the average; the same bits on all ranks
 """
 
+from oktopk import interrupts
+
+if interrupts.is_command():  # Ctrl-C while torch is imported must not print a traceback
+    interrupts.leave_at_once()
+
+
 from oktopk.comm import ExchangeError
 from oktopk.ddp import attach
 from oktopk.engine import NonfiniteError

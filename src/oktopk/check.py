@@ -30,7 +30,7 @@ def check(workers: int | None, timeout: float, quick: bool, argv: list[str]) -> 
     place = find_place()
     if number := workers_to_start(place, workers, WORKERS):
         return start_workers(number, argv)
-    with joined(place, timeout) as device:
+    with joined(place, timeout, {"command": "check", "quick": quick}) as device:
         return _check_rank(place.launcher if place else "oktopk", device, quick)
 
 

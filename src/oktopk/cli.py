@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from oktopk import lifeline
+from oktopk import interrupts, lifeline
 from oktopk.comm import ExchangeError
 from oktopk.methods import METHODS
 from oktopk.train.config import DEFAULT, FIELDS, nearest, shipped
@@ -190,7 +190,7 @@ def _add_lists(actions: argparse._SubParsersAction) -> None:
 
 
 def main() -> None:
-    from oktopk.launch import LaunchError
+    from oktopk.launch import LaunchError, find_place
 
     lifeline.hold()
     whole = parser()
@@ -199,8 +199,9 @@ def main() -> None:
         hint = nearest(unknown[0].split("=")[0], getattr(args, "known", []))
         whole.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
-        sys.exit(args.run(args))
+        with interrupts.interruptible(is_rank=find_place() is not None):
+            sys.exit(args.run(args))
     except (LaunchError, ExchangeError) as error:  # it says all; where it was raised does not help
         sys.exit(f"oktopk: {type(error).__name__}: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except KeyboardInterrupt as error:
+        sys.exit(interrupts.farewell(error))

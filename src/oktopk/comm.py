@@ -79,7 +79,8 @@ class TorchTransport:
         try:
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
-            raise ExchangeError(f"the connection to a rank of {peers} is gone: {error}") from error
+            ranks = sorted(set(peers))
+            raise ExchangeError(f"the connection to a rank of {ranks} is gone: {error}") from error
         # NCCL returns one work for all of them
         for work, peer in zip(works, peers if len(works) == len(ops) else [peers], strict=True):
             try:

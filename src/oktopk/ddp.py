@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from oktopk.comm import Comm, TorchTransport
 from oktopk.costs import Work, cheapest, entry_bits, probe_link, probe_machine
 from oktopk.exchanger import Arrived
 from oktopk.followed import Followed
+from oktopk.groups import new_group
 from oktopk.handle import Handle
 from oktopk.handshake import PROTOCOL, agree_at
 from oktopk.hook import HookState, attached_to
@@ -33,7 +33,7 @@ from oktopk.misuse import refuse_misuse, refuse_size
 from oktopk.named import Named
 from oktopk.policy import Policy
 from oktopk.remedies import suited, warn_if_short
-from oktopk.rollcall import RollCall, patience_of
+from oktopk.rollcall import RollCall, patience_of, present
 from oktopk.settings import Settings, num_kept
 from oktopk.stats import StepStats
 from oktopk.version import __version__
@@ -196,16 +196,19 @@ def _own_group(group: Any, timeout: float, undo: ExitStack) -> tuple[Comm, RollC
     ranks have made the same groups before.
     """
     ranks = dist.get_process_group_ranks(group)
-    patience = patience_of(timeout)
-    own = dist.new_group(
+    own = new_group(
         ranks,
-        timeout=timedelta(seconds=timeout - patience),
+        timeout,
         backend=dist.get_backend(group),
         use_local_synchronization=len(ranks) < dist.get_world_size(),
     )
     transport = TorchTransport(own, owned=True)
     undo.callback(transport.close)
-    roll_call = RollCall(transport.store(), transport.rank, transport.size, patience)
+    if (of_job := present()) is not None and ranks == list(range(dist.get_world_size())):
+        roll_call = of_job.share()
+    else:
+        patience = patience_of(timeout)
+        roll_call = RollCall(transport.store(), transport.rank, transport.size, patience)
     undo.callback(roll_call.close)
     return Comm(transport), roll_call
 

@@ -1,4 +1,8 @@
-"""Join the other ranks: meet at a store, sign in, make the group, and leave it."""
+"""Join the other ranks: meet at a store, sign in, make the group, and leave it.
+
+From signing in to leaving, one `RollCall` watches: whatever collective fails, of ours or of DDP's,
+the error that comes out names the rank that is to blame.
+"""
 
 # pyright: reportPrivateImportUsage=false
 # torch documents its stores, but does not list them as exported
@@ -8,31 +12,93 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from threading import Thread
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from oktopk.meeting import meeting_point
+from oktopk import rollcall
+from oktopk.bounded import GRACE, Overdue, within
+from oktopk.comm import Comm, TorchTransport
+from oktopk.groups import WatchedTransport, bounded_group, new_group
 from oktopk.place import LaunchError, Place
-from oktopk.signin import device_of, sign_in, threads
+from oktopk.rendezvous import hosts_store, store_of_job
+from oktopk.rollcall import RollCall, patience_of
+from oktopk.signin import HEARD_SECONDS, Signed, device_of, sign_in, threads
 
 ALONE = Place("nobody", 0, 1, 0, 1)
 LEAVE_SECONDS = 5.0
 
 
 @contextmanager
-def joined(place: Place | None, timeout: float) -> Iterator[torch.device]:
+def joined(
+    place: Place | None, timeout: float, alike: Mapping[str, Any] | None = None
+) -> Iterator[torch.device]:
     """The default process group, for as long as the block lasts; gives this rank's device.
 
     NCCL when every rank has a GPU of its own, else gloo on CPUs: all ranks alike. None is a group
     of one. `timeout` seconds are the limit for meeting, and for each operation of the group.
+    `alike` is what every rank must have been started with: LaunchError on all ranks if it differs.
     """
     place = place or ALONE
-    store, signed = sign_in(_meet(place, timeout), place, timeout)
+    met = store_of_job(place, timeout)
+    store, signed, roll_call = _sign_in(met, place, timeout, alike or {})
+    with rollcall.of_job(roll_call):
+        try:
+            device = _prepare(place, signed)
+            _make_group(store, place, device, timeout)
+            yield device
+        except BaseException as error:
+            try:
+                roll_call.give_up(error, _Group())
+            finally:
+                if place.size > 1 and hosts_store(place):  # the others must hear before it is gone
+                    roll_call.hear()
+                    time.sleep(HEARD_SECONDS)
+            raise
+    roll_call.close()
+    _leave()
+
+
+def comm_of_job(timeout: float) -> Comm:
+    """Collectives of all ranks, whose errors name the rank that is to blame.
+
+    Inside `joined` they have a group of their own, which closes when one fails: so no rank waits
+    for one that has given up. Every rank must call it. Elsewhere it is the default group.
+    """
+    roll_call = rollcall.present()
+    if roll_call is None:
+        return Comm(TorchTransport())
+    transport = TorchTransport(new_group(None, timeout), owned=True)
+    return Comm(WatchedTransport(transport, roll_call))
+
+
+def _sign_in(
+    met: dist.Store, place: Place, timeout: float, alike: Mapping[str, Any]
+) -> tuple[dist.Store, Signed, RollCall]:
+    """The page of these ranks in the store, what each said of itself, and who watches them."""
+
+    def act() -> tuple[dist.Store, Signed, RollCall]:
+        store, signed = sign_in(met, place, timeout, alike)
+        # a connection of its own where there can be one: the group may block the first
+        own: Any = store
+        if place.size > 1 and hasattr(own, "clone"):
+            own = own.clone()
+        return store, signed, RollCall(own, place.rank, place.size, patience_of(timeout))
+
+    try:
+        return within(timeout + HEARD_SECONDS + GRACE, act)
+    except Overdue as error:
+        raise LaunchError(
+            f"{place}: the store of the job stopped answering while the ranks signed in: the "
+            "process that hosts it (rank 0, or the launcher) is stopped, or its host is down"
+        ) from error
+
+
+def _prepare(place: Place, signed: Signed) -> torch.device:
     device = device_of(place, signed)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads(place.rank, signed))
@@ -40,62 +106,35 @@ def joined(place: Place | None, timeout: float) -> Iterator[torch.device]:
         _stay_on_loopback()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=place.rank,
-        world_size=place.size,
-        timeout=timedelta(seconds=timeout),
-        device_id=device if device.type == "cuda" else None,
+    return device
+
+
+def _make_group(store: dist.Store, place: Place, device: torch.device, timeout: float) -> None:
+    bounded_group(
+        timeout,
+        lambda limit: dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=place.rank,
+            world_size=place.size,
+            timeout=limit,
+            device_id=device if device.type == "cuda" else None,
+        ),
     )
-    try:
-        yield device
-    except BaseException:
-        # NCCL may wait for the dead here, and the error must come out
+
+
+class _Group:
+    """The default process group, to be closed after an error: NCCL may wait for the dead there."""
+
+    def close(self) -> None:
         leaving = Thread(target=_leave, daemon=True)
         leaving.start()
         leaving.join(LEAVE_SECONDS)
-        raise
-    _leave()
 
 
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _meet(place: Place, timeout: float) -> dist.Store:
-    """The store of the job. Rank 0 hosts it, unless the launcher does."""
-    if place.size == 1:
-        return dist.HashStore()
-    host, port = meeting_point(place)
-    hosts = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if not hosts:
-        _await_listener(place, host, port, timeout)
-    limit = timedelta(seconds=timeout)
-    try:
-        return dist.TCPStore(host, port, None, hosts, timeout=limit, wait_for_workers=False)
-    except RuntimeError as error:
-        raise LaunchError(
-            f"{place}: cannot {'listen' if hosts else 'meet'} at {host}:{port}; set MASTER_PORT to "
-            f"a free port of rank 0's host for all ranks: {str(error).splitlines()[0]}"
-        ) from error
-
-
-def _await_listener(place: Place, host: str, port: int, timeout: float) -> None:
-    """Wait until somebody listens: torch's own store would print a stack for every attempt."""
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=timeout).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"{place}: nobody listens at {host}:{port} after {timeout:g} s ({error}); is "
-                    "rank 0 running, on that host? Else set MASTER_ADDR and MASTER_PORT"
-                ) from error
-        time.sleep(0.05)
 
 
 def _stay_on_loopback() -> None:

@@ -24,13 +24,14 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from oktopk.interrupts import STOPS, name_of
 from oktopk.join import joined
 from oktopk.lifeline import LINE, lifeline
 from oktopk.place import LaunchError, Place, find_place
 
 __all__ = ["LaunchError", "Place", "find_place", "joined", "start_workers", "workers_to_start"]
 
-AFTER_DEATH = 5.0
+AFTER_DEATH = 10.0
 """Seconds for the living to say whom they miss."""
 AFTER_SIGNAL = 30.0
 """Seconds to save and leave, as SLURM and Kubernetes give."""
@@ -70,25 +71,32 @@ def start_workers(
     workers in network namespaces.
 
     The ranks meet at a store of this process on a port the system chose, so jobs cannot collide.
-    When a rank fails the others have AFTER_DEATH seconds; SIGINT and SIGTERM are passed on, and a
-    second one kills. Workers end when this process is gone.
+    When a rank fails the others have AFTER_DEATH seconds. SIGINT and SIGTERM reach the workers as
+    SIGTERM, which no Python answers with a traceback; a second signal kills them. Workers end when
+    this process is gone.
     """
     store = dist.TCPStore(address, 0, None, True, wait_for_workers=False)
     command = [sys.executable, "-m", "oktopk", *argv]
     with tempfile.TemporaryDirectory() as folder, _signals() as received, lifeline() as line:
         said = [Path(folder, str(rank)) for rank in range(workers)]
         processes: list[subprocess.Popen] = []
+        relay = Thread(target=lambda: _relay(processes[0], said[0]), daemon=True)
         try:
             for rank in range(workers):
+                if received:
+                    break
                 env = _worker_environment(rank, workers, (address, store.port), line)
                 processes.append(_start(rank, [*prefix(rank), *command], env, said[rank], line))
-            relay = Thread(target=_relay, args=(processes[0], said[0]), daemon=True)
-            relay.start()
+            if processes:
+                relay.start()
             ended = _watch(processes, received)
         finally:
             _end([process for process in processes if process.poll() is None])
-        relay.join(RELAY_SECONDS)
+        if processes:
+            relay.join(RELAY_SECONDS)
         if received:
+            sys.stdout.flush()
+            sys.stderr.write(_interrupted(received, len(processes)))
             return 128 + received[0]
         failed = {rank: code for rank, code in ended.items() if code}
         if not failed:
@@ -144,10 +152,10 @@ def _watch(processes: list[subprocess.Popen], received: list[int]) -> dict[int, 
         for rank, process in enumerate(processes):
             if rank not in ended and process.poll() is not None:
                 ended[rank] = process.returncode
-        for number in received[passed_on:1]:
+        for _ in received[passed_on:1]:
             passed_on += 1
             for process in processes:
-                process.send_signal(number)
+                process.terminate()
         if deadline == float("inf") and (passed_on or any(ended.values())):
             deadline = time.monotonic() + (AFTER_SIGNAL if passed_on else AFTER_DEATH)
         time.sleep(0.02)
@@ -195,8 +203,18 @@ def _last(said: Path) -> str:
     return re.sub(r"^\[rank\d+\]: ", "", last)
 
 
+def _interrupted(received: list[int], started: int) -> str:
+    """One line about the signals that ended the job."""
+    line = f"oktopk: interrupted by {name_of(received[0])}"
+    if not started:
+        return f"{line} before a worker had started\n"
+    if len(received) > 1:
+        return f"{line}, then by {name_of(received[1])}; the workers were ended at once\n"
+    return f"{line}; the workers were asked to save and leave\n"
+
+
 def _signal_name(number: int) -> str:
-    name = signal.Signals(number).name
+    name = name_of(number)
     return f"{name}: out of memory?" if number == signal.SIGKILL else name
 
 
@@ -208,7 +226,7 @@ def _signals() -> Iterator[list[int]]:
     def note(number: int, _: FrameType | None) -> None:
         received.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, note) for number in STOPS}
     try:
         yield received
     finally:

@@ -4,20 +4,26 @@ A connection only tells whose message did not come, and that rank may itself hav
 one; an allreduce tells nothing. So every rank leaves its last word in the process group's store,
 calls for the words of the others, and names those that gave a cause or gave no word at all.
 
-One thread per handle does all this, so a rank answers while it computes, and while its exchange
-waits for a message that will never come. It looks at one key every second or so. A store that is
-dead or stopped itself blocks this thread alone.
+One thread does all this, so a rank answers while it computes, and while its exchange waits for a
+message that will never come. It looks at one key every second or so. A store that is dead or
+stopped itself blocks this thread alone. There is one per job where oktopk made the process group
+(`join.joined`), and one per handle elsewhere.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import monotonic
 from typing import Any, Protocol
 
-from oktopk.comm import Comm, ExchangeError
+import torch.distributed as dist
+
+from oktopk.comm import ExchangeError
 
 LOST = (
     "the store of the process group does not answer, so nobody could be asked: it usually lives in "
@@ -33,6 +39,12 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
     def add(self, key: str, amount: int, /) -> int: ...
+
+
+class Closes(Protocol):
+    """What holds connections that others may wait at."""
+
+    def close(self) -> None: ...
 
 
 def patience_of(timeout: float) -> float:
@@ -57,6 +69,8 @@ class RollCall:
         self._lost = LOST
         self._woken, self._said, self._over = (threading.Event() for _ in range(3))
         self._closed = False
+        self._users = 1
+        self._named: BaseException | None = None  # the error that says who is to blame
         self._thread = threading.Thread(target=self._run, name="oktopk-rollcall", daemon=True)
         self._thread.start()
 
@@ -65,19 +79,21 @@ class RollCall:
         """What the roll call found; None as long as nobody has called one."""
         return self._verdict
 
-    def give_up(self, error: BaseException, comm: Comm) -> None:
+    def give_up(self, error: BaseException, connections: Closes) -> None:
         """Leave a last word, close the connections so that nobody waits for us, hear the verdict.
 
-        After an error of the exchange this raises one that says who is to blame. An error of this
-        rank alone is left to the caller; the others get to know it.
+        After an error of the exchange this raises one that says who is to blame, once. An error of
+        this rank alone is left to the caller; the others get to know it.
         """
-        alone = not isinstance(error, ExchangeError)
-        self.tell(f"{type(error).__name__}: {error}" if alone else None)
+        alone = not of_network(error)
+        self.tell(_first_line(f"{type(error).__name__}: {error}") if alone else None)
         _free_frames(error)
-        comm.close()
-        if not alone:
+        connections.close()
+        if not alone and error is not self._named:
             where = f"rank {self._rank}, step {self.step}"
-            raise ExchangeError(f"{where}: {self.hear()} ({error})") from error
+            reason = _first_line(str(error))
+            self._named = ExchangeError(f"{where}: {self.hear()} ({reason})")
+            raise self._named from error
 
     def tell(self, cause: str | None) -> None:
         """Leave this rank's last word: what it did wrong by itself, None if it only waited.
@@ -93,8 +109,16 @@ class RollCall:
         self._over.wait(self._patience)
         return self._verdict or self._lost
 
+    def share(self) -> RollCall:
+        """Itself, for one more user: it ends when all of them have closed it."""
+        self._users += 1
+        return self
+
     def close(self) -> None:
         """Let the thread end; one that is stuck in a dead store is left to the daemon rule."""
+        self._users -= 1
+        if self._users > 0:
+            return
         self._closed = True
         self._woken.set()
         self._thread.join(self._patience)
@@ -128,6 +152,41 @@ class RollCall:
             if self._store.check([key])
         }
         return verdict_on(words, len(self._keys))
+
+
+_of_job: RollCall | None = None
+
+
+@contextmanager
+def of_job(roll_call: RollCall) -> Iterator[None]:
+    """Let it be the one of the whole job, for as long as the block lasts."""
+    global _of_job  # noqa: PLW0603 - as torch's default process group, which it watches
+    before, _of_job = _of_job, roll_call
+    try:
+        yield
+    finally:
+        _of_job = before
+
+
+def present() -> RollCall | None:
+    """The one of the job; None where oktopk did not make the process group."""
+    return _of_job
+
+
+def of_network(error: BaseException) -> bool:
+    """Whether an error is of a message that could not be sent or did not come: ours or torch's.
+
+    gloo's errors have no type of their own, but begin with its name or a place in its source. DDP
+    quotes ours behind words of its own; those have been explained already.
+    """
+    if isinstance(error, ExchangeError | dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and bool(re.match(r"Gloo |\[\S*gloo/", str(error)))
+
+
+def _first_line(text: str) -> str:
+    """Without the C++ stack that torch may add."""
+    return text.strip().split("\n")[0]
 
 
 def _free_frames(error: BaseException | None) -> None:

@@ -17,6 +17,7 @@ import socket
 import time
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +28,31 @@ from oktopk.place import LaunchError, Place
 
 Word = dict[str, Any]
 Signed = list[Word]
-Page = tuple[str, list[Word | None]]
+Page = tuple[str, list[Word | None], str]
+"""Its name, what every rank said (None: it did not come), and what is wrong, if anything is."""
 HEARD_SECONDS = 1.0
 """What the others have to hear who is missing, before rank 0 leaves and its store with it."""
+SHOWN = 8  # ranks and values that a message names
 
 
-def sign_in(store: dist.Store, place: Place, timeout: float) -> tuple[dist.Store, Signed]:
-    """A page of the store that only these ranks write on, and what each said of itself."""
-    mine = _word()
+def sign_in(
+    store: dist.Store, place: Place, timeout: float, alike: Mapping[str, Any]
+) -> tuple[dist.Store, Signed]:
+    """A page of the store that only these ranks write on, and what each said of itself.
+
+    If `alike` is not the same on all ranks, all of them raise the same LaunchError.
+    """
+    mine = _word() | {"alike": dict(alike)}
     try:
         call = _gather_words if place.rank == 0 else _answer
-        page, words = call(store, mine, place, timeout)
+        page, words, complaint = call(store, mine, place, timeout)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise LaunchError(f"{place}: the store of the job is gone, see rank 0: {reason}") from error
     if missing := [rank for rank, word in enumerate(words) if word is None]:
         raise LaunchError(f"{place}: ranks {missing} did not come within {timeout:g} s")
+    if complaint:
+        raise LaunchError(complaint)
     return dist.PrefixStore(page, store), [word for word in words if word is not None]
 
 
@@ -68,10 +78,12 @@ def _gather_words(store: dist.Store, mine: Word, place: Place, timeout: float) -
         for rank in [rank for rank, key in missing.items() if store.check([key])]:
             words[rank] = json.loads(store.get(missing.pop(rank)))
         time.sleep(0.02)
-    store.set(f"{page}/signed", json.dumps(words))
-    if missing:
+    # compared here and not sent on: P ranks would read the flags of P ranks
+    complaint = disagreement([word.pop("alike") for word in words if word is not None])
+    store.set(f"{page}/signed", json.dumps([words, complaint]))
+    if missing or complaint:
         time.sleep(HEARD_SECONDS)
-    return page, words
+    return page, words, complaint
 
 
 def _answer(store: dist.Store, mine: Word, place: Place, timeout: float) -> Page:
@@ -83,11 +95,32 @@ def _answer(store: dist.Store, mine: Word, place: Place, timeout: float) -> Page
             store.set(f"{page}/{place.rank}", json.dumps(mine))
             answered = page
         if page and store.check([f"{page}/signed"]):
-            words = json.loads(store.get(f"{page}/signed"))
-            if words[place.rank : place.rank + 1] == [mine]:  # else it is of an earlier life
-                return page, words
+            words, complaint = json.loads(store.get(f"{page}/signed"))
+            own = words[place.rank] if place.rank < len(words) else None
+            if own and own["word"] == mine["word"]:  # else it is of an earlier life
+                return page, words, complaint
         time.sleep(0.02)
     raise LaunchError(f"{place}: rank 0 did not open the list within {timeout:g} s")
+
+
+def disagreement(settings: list[dict[str, Any]]) -> str:
+    """What differs between the settings of the ranks and on which; empty if nothing does."""
+    lines = []
+    for name in dict.fromkeys(name for mine in settings for name in mine):
+        ranks: dict[str, list[int]] = {}
+        for rank, mine in enumerate(settings):
+            ranks.setdefault(json.dumps(mine[name]) if name in mine else "not set", []).append(rank)
+        if len(ranks) > 1:
+            shown = [f"{value} on {_named(its)}" for value, its in ranks.items()]
+            lines.append(f"{name} is {', '.join(shown[:SHOWN])}{', ...' * (len(shown) > SHOWN)}")
+    if not lines:
+        return ""
+    return f"the ranks were not started alike: {'; '.join(lines)}. Give all of them the same flags"
+
+
+def _named(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:SHOWN]))}{more}"
 
 
 def device_of(place: Place, signed: Signed) -> torch.device:

@@ -64,7 +64,9 @@ def command(args: argparse.Namespace, argv: list[str]) -> int:
 
         if network.inside():
             os.environ["GLOO_SOCKET_IFNAME"] = network.DEVICE
-        with joined(place, args.timeout):
+        own = ("run", "known", "workers", "json", "plot")
+        alike = {name: value for name, value in vars(args).items() if name not in own}
+        with joined(place, args.timeout, alike):
             return (predict if args.advise or args.simulate else work)(args, rates, methods)
     if not args.loopback:
         network.enter(argv)

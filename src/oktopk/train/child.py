@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from oktopk.interrupts import InterruptedBySignal
 from oktopk.launch import AFTER_SIGNAL, LaunchError, find_place
 from oktopk.lifeline import LINE, lifeline
 from oktopk.train.config import Config, changes, load
@@ -123,7 +124,7 @@ def leaving_on_sigterm() -> Iterator[None]:
     """SIGTERM ends the block like an error would, so that a run that was started is not left."""
 
     def leave(number: int, _: object) -> None:
-        sys.exit(128 + number)
+        raise InterruptedBySignal(number)
 
     before = signal.signal(signal.SIGTERM, leave)
     try:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from oktopk.comm import Comm, TorchTransport
-from oktopk.join import ALONE
+from oktopk.comm import Comm
+from oktopk.join import ALONE, comm_of_job
 from oktopk.launch import Place, find_place, joined, start_workers, workers_to_start
 from oktopk.report.command import report
 from oktopk.report.record import SETTINGS
@@ -28,7 +28,7 @@ from oktopk.train.recorder import Recorder, Warnings
 from oktopk.train.resume import restore
 from oktopk.train.setup import Run, set_up
 from oktopk.train.summary import summary
-from oktopk.train.together import together
+from oktopk.train.together import alike, together
 from oktopk.train.totals import Totals
 from oktopk.train.validate import Validation
 
@@ -80,7 +80,7 @@ def work(config: Config, place: Place, resume: bool) -> int:
         handlers=[LineHandler()],
     )
     started = time.monotonic()
-    with joined(place, config.timeout) as device:
+    with joined(place, config.timeout, alike(config, resume)) as device:
         folder, result, totals = run_all(config, device, place, resume)
     if place.rank == 0:
         say(summary(result, totals, time.monotonic() - started, folder, place.size))
@@ -91,7 +91,7 @@ def run_all(
     config: Config, device: torch.device, place: Place, resume: bool
 ) -> tuple[Path, Validation | None, Totals]:
     """The run from its folder to its last validation, in the default process group."""
-    comm, started = Comm(TorchTransport()), time.monotonic()
+    comm, started = comm_of_job(config.timeout), time.monotonic()
     with (
         make_folder(config, comm, device, resume) as folder,
         reported(folder, comm.rank),

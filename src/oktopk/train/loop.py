@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from oktopk.groups import watched
 from oktopk.report.record import OVERLAPPED, PARTS
 from oktopk.train.data.batches import plan
 from oktopk.train.errors import StoppedError
@@ -15,14 +16,16 @@ from oktopk.train.recorder import Recorder
 from oktopk.train.resume import save
 from oktopk.train.setup import Run
 from oktopk.train.step import take_step
+from oktopk.train.together import same_weights
 from oktopk.train.validate import Validation, validate, validates
 
 
 def train(run: Run, recorder: Recorder, folder: Path) -> Validation | None:
     """All epochs that are left; the last validation, None when nothing was left to do."""
     last = None
-    while run.progress.epoch < run.config.epochs and not finished(run):
-        last = train_epoch(run, recorder, folder) or last
+    with watched():
+        while run.progress.epoch < run.config.epochs and not finished(run):
+            last = train_epoch(run, recorder, folder) or last
     return last
 
 
@@ -48,6 +51,7 @@ def train_epoch(run: Run, recorder: Recorder, folder: Path) -> Validation | None
         if _goes_on(run):  # else the end saves
             due = config.checkpoint_every and progress.step % config.checkpoint_every == 0
             if due or recorder.stops:
+                same_weights(run.model, run.comm, progress.step)
                 save(run, recorder, folder)
             stop_if_asked(run, recorder)
     recorder.flush()
@@ -84,6 +88,7 @@ def _end_epoch(
     run: Run, recorder: Recorder, folder: Path, seconds: dict[str, float] | None
 ) -> Validation | None:
     config, progress = run.config, run.progress
+    same_weights(run.model, run.comm, progress.step)  # of what is validated and saved here
     entry: dict[str, Any] = {"kind": "epoch", "epoch": progress.epoch, "step": progress.step - 1}
     entry |= {"train_loss": _train_loss(run), "seconds": seconds}
     entry["complete"] = progress.index == run.steps_per_epoch  # max_steps may end it before

@@ -43,20 +43,24 @@ class Recorder:
         self._asked_to_stop = False
         self.stops = False
         """Whether some rank was asked to stop, as all ranks knew at the last flush."""
-        self._handlers = {number: signal.signal(number, self._note) for number in STOPS}
         self._every = 1  # steps to the next flush: known alike by all ranks
         self._memory: list[dict[str, int]] = []
         self._probes: list[dict[str, Any]] = []
         self._warnings = warnings
         self._sinks: tuple[Journal, Board, Bar] | None = None
-        if run.comm.rank == 0:
-            done = run.progress.step
+        self._write(lambda: self._open(folder, journal_bytes))
+        self._handlers = {number: signal.signal(number, self._note) for number in STOPS}
+
+    def _open(self, folder: Path, journal_bytes: int) -> None:
+        if self._run.comm.rank == 0:
+            done = self._run.progress.step
+            journal = Journal(folder / JOURNAL, journal_bytes)
+            journal.write(opening_entry(self._run))
             self._sinks = (
-                Journal(folder / JOURNAL, journal_bytes),
+                journal,
                 Board(folder / "tensorboard", done),
-                Bar(run.total_steps, done, run.config.log_every),
+                Bar(self._run.total_steps, done, self._run.config.log_every),
             )
-            self._sinks[0].write(opening_entry(run))
 
     def _note(self, *_: object) -> None:
         """Asked once, it saves first; asked twice, it ends as it would have."""
@@ -178,14 +182,15 @@ class Recorder:
     ) -> None:
         """Close all; when the run failed already, a full disk is not the news."""
         self._give_signals_back()
-        with suppress(OSError) if kind else nullcontext():
+        with suppress(OSError):
             if self._sinks and kind:
                 asked = issubclass(kind, StoppedError | KeyboardInterrupt)
                 how = "stopped" if asked else "failed"
                 text = str(self._run.handle.failure or error) or kind.__name__
                 warned = self._warnings.taken(self._run.progress.step)
                 self._sinks[0].write(*warned, {"kind": "end", "how": how, "text": text})
-            for sink in self._sinks or ():
+        for sink in self._sinks or ():
+            with suppress(OSError) if kind else nullcontext():
                 sink.close()
 
 

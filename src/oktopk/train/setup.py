@@ -26,7 +26,7 @@ from oktopk.train.data.speak import speak
 from oktopk.train.errors import RunError
 from oktopk.train.models.lstman4 import Lstman4
 from oktopk.train.probe import Probe
-from oktopk.train.together import together
+from oktopk.train.together import same_data, together
 from oktopk.train.totals import Totals
 
 log = logging.getLogger("oktopk")
@@ -116,7 +116,9 @@ def prepare_corpus(config: Config, comm: Comm, device: torch.device, place: Plac
         return corpus
 
     ready = together(comm, device, "preparing the data", first)
-    return together(comm, device, "reading the data", lambda: ready or _open(folder, cache))
+    corpus = together(comm, device, "reading the data", lambda: ready or _open(folder, cache))
+    same_data(comm, device, str(folder), corpus.fingerprint())
+    return corpus
 
 
 def _speak(folder: Path, config: Config) -> None:

@@ -15,6 +15,9 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # Each may import from those before it, never from those after it.
 ORDER = [
     "version",
+    "files",
+    "extras",
+    "flags",
     "sparse",
     "kernels",
     "wire",

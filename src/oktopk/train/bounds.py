@@ -11,8 +11,8 @@ from typing import Any
 from oktopk.files import one_line
 from oktopk.flags import MOST_SECONDS, MOST_WORKERS
 
-MANY = 10**9
-MANY_STEPS = "more steps than any run takes"
+MANY = 10**8 - 1
+MANY_STEPS = "checkpoints number their steps with 8 digits"
 MANY_UTTERANCES = "more utterances than fit a step"
 
 RANGES: dict[str, tuple[float, float, str]] = {

@@ -153,8 +153,8 @@ class Config:
 
 FIELDS = [spec.name for spec in fields(Config)]
 
-# What does not change the training: it may be another when a run is resumed, or a comparison or a
-# sweep continued. Whether the data is the same is compared by its content.
+# What may change when a run is resumed, for the training stays the same. Whether the data is the
+# same is seen from its content.
 HARMLESS = (
     *("name", "runs", "data", "cache", "timeout", "log_every", "probe_every"),
     *("histogram_every", "checkpoint_every", "keep", "samples"),
@@ -188,7 +188,7 @@ def parse(text: str, name: str, path: str, whole: bool = False) -> Config:
     With `whole` no field may be missing: a default in the place of a lost one would train something
     else.
     """
-    values = parse_toml(text, path)
+    values: dict[str, Any] = parse_toml(text, path)
     for key in values:
         if key not in FIELDS:
             raise file_error(path, f"unknown key {shown(key)}{nearest(key, FIELDS)}")
@@ -199,8 +199,9 @@ def parse(text: str, name: str, path: str, whole: bool = False) -> Config:
             f"{len(missing)} of {len(FIELDS)} settings are missing ({few(missing, 3)})",
             advice="add them, or start another run with --name",
         )
+    values.setdefault("name", name)
     try:
-        return Config(**({"name": name} | values))
+        return Config(**values)
     except ValueError as error:
         raise file_error(path, str(error)) from error
 
@@ -249,6 +250,19 @@ def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) ->
         )
 
 
+def as_flag(name: str, value: Any) -> list[str]:
+    """The words that set a field on the command line."""
+    dashed = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{dashed}" if value else f"--no-{dashed}"]
+    return [f"--{dashed}", str(value)]
+
+
+def given(args: argparse.Namespace) -> list[str]:
+    """The fields that were set on the command line."""
+    return [name for name in FIELDS if name in vars(args)]
+
+
 def with_flags(config: Config, args: argparse.Namespace) -> Config:
     """The config with what was given on the command line."""
-    return replace(config, **{key: value for key, value in vars(args).items() if key in FIELDS})
+    return replace(config, **{name: getattr(args, name) for name in given(args)})

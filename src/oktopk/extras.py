@@ -37,7 +37,7 @@ def require(what: str, *packages: str) -> None:
 
 def missing_packages(what: str, *missing: str) -> MissingPackageError:
     """The error that says what to install."""
-    extras = ",".join(dict.fromkeys(EXTRAS[name] for name in missing))
+    extras = ",".join(dict.fromkeys(EXTRAS.get(name, "train") for name in missing))
     verb = "is" if len(missing) == 1 else "are"
     return MissingPackageError(
         f"{what} needs {' and '.join(missing)}, which {verb} not installed: "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import secrets
 import stat
 import tomllib
@@ -39,6 +40,12 @@ def one_line(text: object) -> str:
     """Any text as one line of limited length; what cannot be printed is escaped."""
     line = " ".join(str(text).encode("utf-8", "backslashreplace").decode().split())
     return line if len(line) <= SHOWN else f"{line[:SHOWN]}..."
+
+
+def first_line(error: Exception) -> str:
+    """The type of an error and the first line of what it says."""
+    lines = str(error).splitlines() or [""]
+    return one_line(f"{type(error).__name__}: {lines[0]}")
 
 
 def is_file(path: Path) -> bool:
@@ -120,9 +127,11 @@ def read_tensors(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise file_error(path, f"cannot be read ({error.strerror or error})") from error
+    except pickle.UnpicklingError as error:  # torch's text advises to run the code in it
+        problem = "is damaged, or holds more than tensors and plain values (weights_only)"
+        raise file_error(path, problem) from error
     except Exception as error:  # a damaged pickle or archive may raise any exception
-        kind = type(error).__name__
-        problem = f"is damaged, or not a file of torch.save ({kind}: {str(error).splitlines()[:1]})"
+        problem = f"is damaged, or was not written by torch.save ({first_line(error)})"
         raise file_error(path, problem) from error
 
 
@@ -130,7 +139,7 @@ def write_whole(path: Path, content: str) -> None:
     """Write a file so that a full disk or a crash leaves the one that was there before."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        with draft.open("x", encoding="utf-8") as file:
+        with draft.open("x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
 import resource
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from oktopk.comm import Comm, TorchTransport
+from oktopk.files import FileError
 from oktopk.place import Place
 from oktopk.train import checkpoint, loop, step
 from oktopk.train.command import run_all
 from oktopk.train.config import Config
-from oktopk.train.data.problems import DataError
 from oktopk.train.errors import RunError
 
 TINY = {
@@ -41,19 +40,38 @@ class InterruptedRunError(Exception):
     """The run was broken off by the test."""
 
 
-def train(group, corpus: str, runs: str, settings: dict, resume: bool, faults: dict | None = None):
-    """One rank's run. Faults: see `faulty`."""
+def train(
+    group,
+    corpus: str,
+    runs: str,
+    settings: dict,
+    resume: bool,
+    faults: dict | None = None,
+    given: list[str] | None = None,
+):
+    """One rank's run. Faults: see `faulty`.
+
+    `given` are the settings that were flags: all, unless others are named.
+    """
     del group
     rank, size = dist.get_rank(), dist.get_world_size()
     config = Config(**(TINY | {"name": "tiny", "data": corpus, "runs": runs} | settings))
     place = Place("test", rank, size, rank, size)
     with faulty(rank, runs, **(faults or {})):
         try:
-            folder, result, totals = run_all(config, torch.device("cpu"), place, resume)
+            # as if all settings were flags
+            answer = run_all(
+                config,
+                torch.device("cpu"),
+                place,
+                resume,
+                list(settings) if given is None else given,
+            )
         except InterruptedRunError:
             return None
-        except (RunError, DataError) as error:
+        except (RunError, FileError) as error:
             return f"{type(error).__name__}: {error}"
+    folder, result, totals = answer
     return str(folder), result, totals.state()
 
 
@@ -146,6 +164,6 @@ def load_poisoned(group, folder: str) -> str:
     assert checkpoint.find(Path(folder), comm, device) == path
     try:
         checkpoint.load(path, comm)
-    except pickle.UnpicklingError as error:
+    except FileError as error:
         return str(error)
     return "loaded"

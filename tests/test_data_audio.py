@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import soundfile
 
+from oktopk.extras import MissingPackageError
 from oktopk.train.data import audio
 from oktopk.train.data.labels import BLANK, LABELS, decode, encode, unknown
 from oktopk.train.data.problems import DataError, extra
@@ -139,5 +140,5 @@ def test_a_long_list_of_problems_is_cut_and_counted():
 
 
 def test_a_missing_extra_says_how_to_install_it():
-    with pytest.raises(DataError, match=r"pip install 'oktopk\[train\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install 'oktopk\[train\]'"):
         extra("no_such_module")

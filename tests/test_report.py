@@ -19,7 +19,7 @@ from oktopk.report.record import Record, read
 from oktopk.report.spread import edges, spread
 from oktopk.report.thin import columns
 from oktopk.report.times import slowest_rank
-from oktopk.report.traffic import message_counts
+from oktopk.report.traffic import _colour, message_counts
 
 SECTIONS = [
     "Learning",
@@ -240,3 +240,12 @@ def test_a_journal_of_another_program_still_makes_a_page(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in steps))
     text = shown(tmp_path)
     assert "5.0x fewer" in text and "rank 0" in text
+
+
+def test_every_stage_has_a_colour_of_its_own():
+    stages = ["dense", "split", "gather", "threshold", "counts", "bounds", "reduce", "broadcast"]
+    stages += ["balance"]  # all that methods send in
+    colours = [_colour(stage)["color"] for stage in stages]
+    assert len(set(colours)) == len(stages)
+    assert _colour("of another version")["color"] not in colours
+    assert _colour("of another version") == _colour("of another version")

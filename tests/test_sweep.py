@@ -111,7 +111,10 @@ def test_the_missing_library_is_named(trainer, call, capsys, monkeypatch):
         importlib.util, "find_spec", lambda name: None if name == "optuna" else found(name)
     )
     assert call() == 2
-    assert "needs optuna: pip install 'oktopk[train,sweep]'" in capsys.readouterr().err
+    assert (
+        "needs optuna, which is not installed: pip install 'oktopk[sweep]'"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_sweep_finds_the_best_and_goes_on(trainer, call, capsys):

@@ -138,7 +138,7 @@ def test_a_run_that_was_cut_short_goes_on_in_the_same_epoch(worlds, corpus, tmp_
     whole = worlds.run(2, speech.train, corpus, str(tmp_path / "whole"), settings, False)
     cut = str(tmp_path / "cut")
     worlds.run(2, speech.train, corpus, cut, settings | {"max_steps": 3}, False)
-    longer = worlds.run(2, speech.train, corpus, cut, settings, True)
+    longer = worlds.run(2, speech.train, corpus, cut, settings | {"max_steps": 0}, True)
     first, second = (
         [speech.timeless(entry) for entry in speech.entries(folder, "step")]
         for folder in (whole[0][0], longer[0][0])

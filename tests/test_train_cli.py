@@ -14,6 +14,11 @@ import pytest
 
 import speech
 from oktopk import cli
+from oktopk.report.record import has_checkpoint
+from oktopk.train import command as train_command
+from oktopk.train import folder as folders
+from oktopk.train.command import resolve
+from oktopk.train.config import Config, to_toml
 from test_launch import environment
 
 RUN = [sys.executable, "-m", "oktopk", "train"]
@@ -196,3 +201,65 @@ def test_the_full_size_passes_from_dense_to_sparse(corpus, tmp_path):
     assert [entry["phase"] for entry in steps] == ["dense", "sparse", "sparse"]
     for entry in steps[1:]:
         assert 1 - entry["sparsity"] == pytest.approx(0.02, rel=0.1)
+
+
+def checkpointed(folder: Path, config: Config | None = None) -> Path:
+    """A run's folder that looks as if there was something to resume."""
+    (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (folder / "checkpoints" / "step-00000001" / "complete.json").write_text("{}")
+    if config is not None:
+        (folder / "config.toml").write_text(to_toml(config))
+    return folder
+
+
+def test_the_newest_run_with_a_checkpoint_is_resumed(tmp_path):
+    checkpointed(tmp_path / "a", Config(name="a", lr=0.5))
+    checkpointed(tmp_path / "a-2", Config(name="a", lr=0.25))
+    (tmp_path / "a-3").mkdir()
+    assert folders.newest(tmp_path, "a") == 3 and folders.resumable(tmp_path, "a") == 2
+    assert folders.make(tmp_path, "a", resume=True) == 2
+    assert folders.make(tmp_path, "a", resume=False) == 4
+    args = cli.parser().parse_args(["train", "--runs", str(tmp_path), "--name", "a", "--resume"])
+    assert resolve(args).lr == 0.25
+
+
+def test_without_a_checkpoint_the_newest_folder_is_used_again(tmp_path):
+    (tmp_path / "a").mkdir()
+    assert folders.make(tmp_path, "a", resume=True) == 1
+
+
+@pytest.mark.parametrize("content", ["", "lr = 0.01\n", "name = 5\n", "\0"])
+def test_a_damaged_config_is_not_resumed(tmp_path, oktopk, capsys, content):
+    folder = checkpointed(tmp_path / "runs" / "a")
+    (folder / "config.toml").write_text(content)
+    assert oktopk("train", "--name", "a", "--resume") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("oktopk train: runs/a/config.toml: ") and said.count("\n") == 1
+    assert (folder / "config.toml").read_text() == content
+
+
+def test_mistyped_data_is_told_before_anything_is_made(tmp_path, oktopk, capsys):
+    assert oktopk("train", "--data", "typo", "--workers", "2") == 1
+    said = capsys.readouterr().err
+    assert said == ("oktopk train: typo must have one file *train_manifest.csv; it has none\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("made", ["nothing", "folder", "checkpoint"])
+def test_resume_is_advised_where_there_is_something_to_resume(tmp_path, monkeypatch, capsys, made):
+    """An earlier run of the name does not count."""
+    config = Config(name="a", runs=str(tmp_path))
+    checkpointed(tmp_path / "a")
+
+    def fail(workers, argv):
+        if made != "nothing":
+            (tmp_path / "a-2").mkdir(exist_ok=True)
+        if made == "checkpoint" and not has_checkpoint(tmp_path / "a-2"):
+            checkpointed(tmp_path / "a-2")
+        return 1
+
+    monkeypatch.setattr(train_command, "start_workers", fail)
+    assert train_command.start(2, [], config, resume=False) == 1
+    assert ("--resume" in capsys.readouterr().err) == (made == "checkpoint")
+    assert train_command.start(2, [], config, resume=True) == 1
+    assert "--resume" in capsys.readouterr().err

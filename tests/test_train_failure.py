@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
@@ -174,3 +175,51 @@ def small_board(folder: Path, said: Path) -> None:
     for step in range(200):
         board.steps([{"step": step, "loss": 1.0, "lr": 0.1}])
     board.close()
+
+
+def test_a_checkpoint_renamed_to_a_higher_step_is_not_believed(worlds, corpus, tmp_path):
+    """It is passed over, and it does not push out the good ones when a new one is written."""
+    folder = broken_off(worlds, corpus, tmp_path)
+    place = folder / "checkpoints"
+    (place / "step-00000004").rename(place / "step-99999999")
+    found = worlds.run(2, speech.found, str(folder))
+    assert found == [str(place / "step-00000002")] * 2
+    _, result, _ = worlds.run(2, speech.train, corpus, str(tmp_path), SETTINGS, True)[0]
+    assert result is not None
+    assert {path.name for path in place.iterdir()} >= {"step-00000010", "step-00000012"}
+
+
+def test_files_of_another_step_in_a_checkpoint_are_refused(worlds, corpus, tmp_path):
+    """A rank's file holds its step itself."""
+    folder = broken_off(worlds, corpus, tmp_path)
+    early, late = (folder / "checkpoints" / f"step-{step:08}" for step in (2, 4))
+    for path in early.glob("*.pt"):
+        (late / path.name).write_bytes(path.read_bytes())
+    facts = json.loads((early / "complete.json").read_text()) | {"step": 4}
+    (late / "complete.json").write_text(json.dumps(facts))
+    for answer in worlds.run(2, speech.train, corpus, str(tmp_path), SETTINGS, True):
+        assert "progress.step: is of step 2, and the checkpoint of step 4" in answer
+
+
+def test_settings_change_on_resume_only_when_asked(worlds, corpus, tmp_path):
+    folder = broken_off(worlds, corpus, tmp_path)
+    changed = SETTINGS | {"lr": 0.5, "seed": 3}
+    asked = ["epochs", "checkpoint_every", "seed"]
+    for answer in worlds.run(2, speech.train, corpus, str(tmp_path), changed, True, None, asked):
+        assert answer.startswith("CheckpointError: ") and "\n" not in answer
+        assert "is of a run with lr 0.01 and not 0.5" in answer
+        assert "give --lr 0.01 to keep the settings of then, or --lr 0.5 to change them" in answer
+    assert "lr = 0.01" in (folder / "config.toml").read_text()
+    asked.append("lr")
+    worlds.run(2, speech.train, corpus, str(tmp_path), changed, True, None, asked)
+    last = speech.entries(folder, "run")[-1]
+    assert last["changed"] == {"seed": [0, 3], "lr": [0.01, 0.5]}
+    assert "Changed when the run was resumed" in (folder / "report.html").read_text()
+
+
+def test_a_failed_setup_leaves_no_folder(worlds, tmp_path):
+    [answer] = worlds.run(
+        1, speech.train, str(tmp_path / "typo"), str(tmp_path / "runs"), {}, False
+    )
+    assert "typo must have one file" in answer
+    assert not (tmp_path / "runs").exists()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
 
 from oktopk import interrupts, lifeline
 from oktopk.comm import ExchangeError
+from oktopk.extras import EXTRAS, NEEDED, MissingPackageError, missing_packages, require
+from oktopk.files import FileError, one_line
+from oktopk.flags import MOST_SECONDS, MOST_WORKERS, between
 from oktopk.methods import METHODS
 from oktopk.train.config import DEFAULT, FIELDS, nearest, shipped
 from oktopk.train.config import add_flags as add_train_flags
@@ -44,6 +49,8 @@ def data(args: argparse.Namespace) -> int:
     """Get, check or repair data for the speech trainer."""
     from oktopk.train.data.commands import run
 
+    if args.action == "speak":
+        require("oktopk data speak", "espeakng_loader")
     return run(args)
 
 
@@ -68,9 +75,18 @@ def parser() -> argparse.ArgumentParser:
         help="a self-test of these machines: network, and the laws on small gradients",
         epilog="examples: oktopk check --workers 4; torchrun --nproc-per-node 2 -m oktopk check",
     )
-    test.add_argument("--workers", type=int, help="processes to start, without launcher (2)")
+    test.add_argument(
+        "--workers",
+        type=between(int, 1, MOST_WORKERS),
+        help="processes to start, without launcher (2)",
+    )
     test.add_argument("--quick", action="store_true", help="four steps of each method, not 36")
-    test.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank")
+    test.add_argument(
+        "--timeout",
+        type=between(float, 0.1, MOST_SECONDS),
+        default=60.0,
+        help="seconds to wait for a rank",
+    )
     test.set_defaults(run=check)
     _add_bench(commands)
     _add_data(commands)
@@ -193,6 +209,8 @@ def main() -> None:
     from oktopk.launch import LaunchError, find_place
 
     lifeline.hold()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have bytes that are no text
+        sys.stdout.reconfigure(errors="backslashreplace")
     whole = parser()
     args, unknown = whole.parse_known_args()
     if unknown:
@@ -200,8 +218,30 @@ def main() -> None:
         whole.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
         with interrupts.interruptible(is_rank=find_place() is not None):
-            sys.exit(args.run(args))
+            sys.exit(run(args))
     except (LaunchError, ExchangeError) as error:  # it says all; where it was raised does not help
         sys.exit(f"oktopk: {type(error).__name__}: {error}")
+    except BrokenPipeError:  # who read the output has left, as in `oktopk methods | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (FileError, OSError) as error:
+        sys.exit(f"oktopk {args.command}: {one_line(error)}")
     except KeyboardInterrupt as error:
         sys.exit(interrupts.farewell(error))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a command, once the packages that it needs are there."""
+    what = f"oktopk {args.command}"
+    try:
+        require(what, *NEEDED.get(args.command, ()))
+        return args.run(args)
+    except MissingPackageError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if package not in EXTRAS:
+            raise
+        sys.stderr.write(f"{missing_packages(what, package)}\n")
+        return 2

@@ -37,10 +37,10 @@ def hold() -> None:
     told = os.environ.pop(LINE, "")
     if not told.isdecimal():
         return
-    line = int(told)
     try:
+        line = int(told)
         is_pipe = stat.S_ISFIFO(os.fstat(line).st_mode)
-    except OSError:  # not open
+    except (OSError, OverflowError, ValueError):  # not open, or too large a number
         return
     if is_pipe:
         os.set_inheritable(line, False)

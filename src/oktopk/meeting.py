@@ -6,6 +6,7 @@ import os
 import re
 from zlib import crc32
 
+from oktopk.files import one_line
 from oktopk.place import LaunchError, Place, pbs_hosts
 
 # launcher -> what all ranks of one job have alike, and other jobs on the host have not
@@ -28,8 +29,10 @@ def meeting_point(place: Place) -> tuple[str, int]:
         raise LaunchError(f"{place}: set MASTER_ADDR and MASTER_PORT, as {place.launcher} does")
     host = os.environ.get("MASTER_ADDR") or _host(place)
     port = os.environ.get("MASTER_PORT") or str(_port(place))
-    if not port.isdigit() or not 0 < int(port) < 2**16:
-        raise LaunchError(f"MASTER_PORT={port!r} is not a port: set a number from 1 to 65535")
+    if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
+        raise LaunchError(
+            f"MASTER_PORT={one_line(repr(port))} is not a port: set a number from 1 to 65535"
+        )
     return host, int(port)
 
 
@@ -53,7 +56,9 @@ def first_host(nodelist: str) -> str:
     """The first host of a SLURM list: node01 of `node[01-03,7],other`."""
     first = re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+", nodelist)
     if first is None or nodelist[first.end() :][:1] not in ("", ","):
-        raise LaunchError(f"the SLURM node list {nodelist!r} cannot be read: set MASTER_ADDR")
+        raise LaunchError(
+            f"the SLURM node list {one_line(repr(nodelist))} cannot be read: set MASTER_ADDR"
+        )
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 
@@ -65,4 +70,4 @@ def _port(place: Place) -> int:
         raise LaunchError(f"{place}: without {names}, set MASTER_PORT to a free port of rank 0")
     if one_host and (not job or place.launcher == "mpiexec"):
         job = [str(os.getppid())]  # the launcher's helper on this host; mpiexec has no id of a run
-    return PORTS[crc32(" ".join(job).encode()) % len(PORTS)]
+    return PORTS[crc32(" ".join(job).encode("utf-8", "surrogateescape")) % len(PORTS)]

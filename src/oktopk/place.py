@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from oktopk.files import FileError, one_line, read_text
+
 
 class LaunchError(ValueError):
     """The environment does not say where this process stands, or the ranks cannot meet."""
@@ -62,6 +64,8 @@ LAUNCHERS = {
     ),
 }
 RANK_MEANS_NOTHING_ALONE = {"srun"}
+NUMBER = "[0-9]{1,7}"
+"""A rank or a number of ranks: no job has ten million."""
 
 
 def find_place() -> Place | None:
@@ -95,14 +99,28 @@ def _number(launcher: str, names: tuple[str, ...]) -> int:
             f"set it, or unset the variables of {launcher} if it did not start this process"
         )
     text = os.environ[name]
-    if re.fullmatch(r"\d+", text):
+    if re.fullmatch(NUMBER, text):
         return int(text)
-    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", text)
+    count = _of_this_node(text) if name == "SLURM_STEP_TASKS_PER_NODE" else None
+    if count is None:
+        raise LaunchError(
+            f"{name}={one_line(repr(text))} is not a number, as {launcher} would have set it"
+        )
+    return count
+
+
+def _of_this_node(text: str) -> int | None:
+    """The part of this node in SLURM's `4(x2),3`; None where the text is something else."""
+    part = rf"({NUMBER})(?:\(x({NUMBER})\))?"
     node = os.environ.get("SLURM_NODEID", "")
-    counts = [int(count) for count, times in runs for _ in range(int(times or 1))]
-    if name != "SLURM_STEP_TASKS_PER_NODE" or not node.isdigit() or int(node) >= len(counts):
-        raise LaunchError(f"{name}={text!r} is not a number, as {launcher} would have set it")
-    return counts[int(node)]
+    if not re.fullmatch(f"{part}(?:,{part})*", text) or not re.fullmatch(NUMBER, node):
+        return None
+    nodes = 0  # counted, not listed: there may be millions
+    for count, times in re.findall(part, text):
+        nodes += int(times or 1)
+        if int(node) < nodes:
+            return int(count)
+    return None
 
 
 def _from_pbsdsh() -> Place | None:
@@ -129,11 +147,11 @@ def pbs_hosts() -> list[str]:
     """The hosts of the PBS job, one per process."""
     path = Path(os.environ["PBS_NODEFILE"])
     try:
-        hosts = path.read_text().split()
-    except OSError as error:
+        hosts = read_text(path).split()
+    except FileError as error:
         raise LaunchError(
-            f"PBS_NODEFILE={path} cannot be read on this host ({error.strerror}): start with "
-            "mpiexec or torchrun, and set MASTER_ADDR and MASTER_PORT (jobs/pbs.sh)"
+            f"PBS_NODEFILE={path} cannot be read on this host ({error}): start with mpiexec or "
+            "torchrun, and set MASTER_ADDR and MASTER_PORT (jobs/pbs.sh)"
         ) from error
     if not hosts:
         raise LaunchError(f"PBS_NODEFILE={path} is empty")
@@ -149,7 +167,10 @@ def _checked(place: Place) -> Place:
     ):
         if rank >= size:
             told = ", ".join(
-                f"{name}={os.environ[name]}" for some in of for name in some if name in os.environ
+                f"{name}={one_line(os.environ[name])}"
+                for some in of
+                for name in some
+                if name in os.environ
             )
             raise LaunchError(f"{place.launcher} left {told}, which cannot be: mixed environments?")
     return place

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import math
 import os
 import sys
 from pathlib import Path
@@ -12,16 +12,21 @@ from typing import get_args
 from oktopk.bench import network
 from oktopk.bench.contenders import CONTENDERS, DENSE, FLOOR
 from oktopk.bench.shapes import MODELS, shapes_of
+from oktopk.extras import require
+from oktopk.flags import MOST_SECONDS, MOST_WORKERS, between
 from oktopk.launch import LaunchError, find_place, joined, start_workers, workers_to_start
 from oktopk.wire import Form
 
 WORKERS = 8
 RATES = "none,1gbit,200mbit"
+MOST_SIMULATED = 4096
+MOST_NUMEL = 2**31 - 1
+"""Positions of gradient entries are sent as 32-bit integers."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `oktopk bench`."""
-    parser.add_argument("--workers", type=int, help=f"default: {WORKERS}")
+    parser.add_argument("--workers", type=between(int, 1, MOST_WORKERS), help=f"default: {WORKERS}")
     parser.add_argument(
         "--rates", default=RATES, help="of every link, for `tc`; none: unshaped (%(default)s)"
     )
@@ -35,7 +40,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wire", default="bf16", choices=get_args(Form), help="how entries travel (%(default)s)"
     )
-    parser.add_argument("--seconds", type=float, default=4.0, help="of steps per row (%(default)s)")
+    parser.add_argument(
+        "--seconds",
+        type=between(float, 0.001, MOST_SECONDS),
+        default=4.0,
+        help="of steps per row (%(default)s)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows for programs")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a bar chart as PNG")
     parser.add_argument(
@@ -43,13 +53,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model-size", metavar="N", help="gradients, instead of --model")
     parser.add_argument(
-        "--step-ms", type=float, default=0.0, metavar="T", help="--advise: compute of a step (0)"
+        "--step-ms",
+        type=between(float, 0.0, 1e9),
+        default=0.0,
+        metavar="T",
+        help="--advise: compute of a step (0)",
     )
     parser.add_argument(
         "--simulate", type=int, metavar="P", help="the methods on up to P simulated workers instead"
     )
     parser.add_argument("--loopback", action="store_true", help="no namespaces, no shaping")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for a rank")
+    parser.add_argument(
+        "--timeout",
+        type=between(float, 0.1, MOST_SECONDS),
+        default=300.0,
+        help="seconds to wait for a rank",
+    )
 
 
 def command(args: argparse.Namespace, argv: list[str]) -> int:
@@ -86,20 +105,27 @@ def _check(args: argparse.Namespace, rates: list[str]) -> None:
         for rate in rates:
             network.check_rate(rate)
         args.model = args.model_size or args.model
-        if args.simulate is not None and args.simulate < 2:
-            raise ValueError(f"--simulate needs 2 workers or more, got {args.simulate}")
-        shapes_of(args.model)
+        _check_sizes(args)
         for path in (args.json, args.plot):
             if path is not None and path.is_dir():
                 raise ValueError(f"{path} is a folder: name a file")
-        if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--plot needs matplotlib: pip install 'oktopk[plots]'")
+        if args.plot is not None:
+            require("oktopk bench --plot", "matplotlib")
         if (args.advise or args.simulate) and (args.json or args.plot):
             raise ValueError("--json and --plot are for measurements, not --advise or --simulate")
         if not 0 < args.density <= 1:
             raise ValueError(f"--density must be in (0, 1], got {args.density}")
     except ValueError as error:
         raise LaunchError(str(error)) from None
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    if args.simulate is not None and args.simulate < 2:
+        raise ValueError(f"--simulate needs 2 workers or more, got {args.simulate}")
+    if args.simulate is not None and args.simulate > MOST_SIMULATED:
+        raise ValueError(f"--simulate takes at most {MOST_SIMULATED}, got {args.simulate}")
+    if sum(math.prod(shape) for shape in shapes_of(args.model)) > MOST_NUMEL:
+        raise ValueError(f"--model {args.model} has more than {MOST_NUMEL:,} gradients")
 
 
 def _with_peers(methods: list[str]) -> list[str]:

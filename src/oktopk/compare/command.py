@@ -18,6 +18,7 @@ from oktopk.compare.plan import (
     refuse_sweep,
 )
 from oktopk.compare.results import METRICS, SHOWN, as_table, row
+from oktopk.files import write_whole
 from oktopk.report.record import JOURNAL, Record, read
 from oktopk.report.texttable import markdown
 from oktopk.train.child import answered, leaving_on_sigterm, started, tail
@@ -135,8 +136,8 @@ def sum_up(folder: Path, metric: str) -> str:
     dense = {run.config.get("seed"): run for run in records if _order(run)[0] == 0}
     rows = [row(record, metric, dense.get(record.config.get("seed"))) for record in records]
     text = markdown(as_table(rows))
-    (folder / "table.md").write_text(text)
-    (folder / "table.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    write_whole(folder / "table.md", text)
+    write_whole(folder / "table.json", json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     write_report(folder / REPORT, records, rows, metric)
     return f"{text}\n{folder}: table.md, table.json, {REPORT}"
 

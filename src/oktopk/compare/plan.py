@@ -10,7 +10,7 @@ from pathlib import Path
 from oktopk.report.record import JOURNAL, SETTINGS
 from oktopk.report.units import few
 from oktopk.train.child import NO_MATTER
-from oktopk.train.config import Config, changes, load
+from oktopk.train.config import Config, changes, load_run
 from oktopk.train.errors import RunError
 
 COMPARED = ("method", "density", "seed")
@@ -87,7 +87,7 @@ def refuse_files(wanted: Iterable[Config]) -> None:
 def refuse_others(folder: Path, base: Config) -> None:
     """Runs in the folder must be of this same training, or the table would compare unlike ones."""
     for path in sorted(folder.glob(f"*/{SETTINGS}")):
-        stored = load(str(path))
+        stored = load_run(path)
         same = replace(base, **{name: getattr(stored, name) for name in COMPARED})
         differing = {
             name: pair for name, pair in changes(stored, same).items() if name not in NO_MATTER

@@ -53,7 +53,7 @@ def row(record: Record, metric: str, dense: Record | None) -> Row:
     seconds = sum(part["microseconds"] for part in sums.values()) / 1e6
     sent = {phase: part["bytes_sent"] for phase, part in sums.items()}
     as_dense = {phase: part["bytes_dense"] for phase, part in sums.items()}
-    whole = [entry["whole"] for entry in settled(record)]
+    whole = [entry["whole"] for entry in settled(record) if entry.get("whole") is not None]
     return Row(
         setting=record.folder.name,
         state=record.end["how"] if record.end else "unfinished",
@@ -71,16 +71,17 @@ def row(record: Record, metric: str, dense: Record | None) -> Row:
 
 def totals(record: Record) -> dict[str, Entry]:
     """Sums by phase over all ranks; of a run that did not finish, rank 0's times the ranks."""
-    if record.end and "totals" in record.end:
-        return record.end["totals"]
-    size = record.opening.get("size", 1)
+    if record.end and record.end.get("totals"):
+        nothing = dict.fromkeys(("steps", "microseconds", "bytes_sent", "bytes_dense"), 0)
+        return {phase: nothing | record.end["totals"].get(phase, {}) for phase in PHASES}
+    size = record.opening.get("size") or 1
     names = {"bytes_sent": size, "bytes_dense": size}
     found = {}
     for phase in PHASES:
         steps = [entry for entry in record.steps if entry["phase"] == phase]
         found[phase] = {name: n * sum(entry[name] for entry in steps) for name, n in names.items()}
         found[phase] |= {"steps": len(steps)}
-        found[phase] |= {"microseconds": round(1e6 * sum(entry["whole"] for entry in steps))}
+        found[phase] |= {"microseconds": round(1e6 * sum(map(_seconds, steps)))}
     return found
 
 
@@ -101,7 +102,11 @@ def bytes_so_far(record: Record) -> list[float]:
 
 def minutes_so_far(record: Record) -> list[float]:
     """Minutes of steps up to each step."""
-    return [seconds / 60 for seconds in accumulate(entry["whole"] for entry in record.steps)]
+    return [seconds / 60 for seconds in accumulate(map(_seconds, record.steps))]
+
+
+def _seconds(entry: Entry) -> float:
+    return entry.get("whole") or 0.0
 
 
 def _difference(record: Record, dense: Record | None, metric: str) -> float | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from oktopk.report import curves
 from oktopk.report.page import Section, paragraph, table, write_page
-from oktopk.report.record import Record, read
+from oktopk.report.record import Entry, Record, read
 from oktopk.report.tensors import spreads, tensors
 from oktopk.report.thin import columns
 from oktopk.report.times import times
@@ -17,6 +18,8 @@ from oktopk.report.units import size
 from oktopk.report.verdict import verdict
 
 REPORT = "report.html"
+PLAIN = str | int | float | None
+"""Values that a table shows."""
 RUNS = Path("runs")
 
 
@@ -107,29 +110,46 @@ def _memory(record: Record) -> list[str]:
         return []
     ranks = record.of("memory")[-1]["ranks"]
     names = {"rss": "resident", "rss_peak": "peak"}
-    if any(own["gpu_allocated_peak"] for own in ranks):
+    if any(own.get("gpu_allocated_peak") for own in ranks):
         names["gpu_allocated_peak"] = "GPU peak"
     rows = [
-        [f"rank {rank}", *(size(own[name]) for name in names)] for rank, own in enumerate(ranks)
+        [f"rank {rank}", *(size(own.get(name) or 0) for name in names)]
+        for rank, own in enumerate(ranks)
     ]
     return [table(["", *names.values()], rows)]
 
 
 def _settings(record: Record) -> list[str]:
-    rows = [[name, value] for name, value in record.config.items()]
-    chosen = record.opening.get("settings", {})
-    rest = [[name, value] for name, value in chosen.items() if name not in record.config]
-    note = "What attach made of them for this optimizer:"
-    found = [table(["setting", "value"], rows)] if rows else []
-    return found + ([table(["of the exchange", "value"], rest, note)] if rest else [])
+    rows = _plain(record.config)
+    rest = [row for row in _plain(record.opening.get("settings")) if row[0] not in record.config]
+    changed = [
+        [entry["step"], name, *(str(value) for value in pair[:2])]
+        for entry in record.of("run")
+        for name, pair in (entry.get("changed") or {}).items()
+        if len(pair) == 2 and all(isinstance(value, PLAIN) for value in pair)
+    ]
+    tables = {
+        "": (["setting", "value"], rows),
+        "What attach made of them for this optimizer:": (["of the exchange", "value"], rest),
+        "Changed when the run was resumed:": (["step", "setting", "before", "since"], changed),
+    }
+    return [table(head, body, note) for note, (head, body) in tables.items() if body]
+
+
+def _plain(facts: Entry | None) -> list[list[Any]]:
+    """Names and values, without those that are lists or objects."""
+    return [[name, value] for name, value in (facts or {}).items() if isinstance(value, PLAIN)]
 
 
 def _machine(record: Record) -> list[str]:
     opening = record.opening
     if not opening:
         return []
-    machine = dict(opening["machine"]) | {"memory": size(opening["machine"]["memory"])}
-    resumed = [entry["time"] for entry in record.of("run")]
+    machine = dict(opening.get("machine") or {})
+    if machine.get("memory"):
+        machine["memory"] = size(machine["memory"])
+    resumed = [entry.get("time") or "?" for entry in record.of("run")]
     rows = [["begun", resumed[0]], *(["resumed", time] for time in resumed[1:])]
-    rows += [["ranks", opening["size"]], *machine.items(), *opening["versions"].items()]
+    rows += [["ranks", opening.get("size") or "?"]]
+    rows += [*_plain(machine), *_plain(opening.get("versions"))]
     return [table(["", ""], [[name, str(value)] for name, value in rows])]

@@ -15,8 +15,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from html import escape
 from importlib.resources import files
+from math import isfinite
 from pathlib import Path
 from typing import Any
+
+from oktopk.files import write_whole
 
 PLACES = 5  # significant digits of a number in a figure
 
@@ -44,12 +47,7 @@ class Section:
 
 def write_page(path: Path, title: str, opening: str, sections: Iterable[Section]) -> None:
     """Write a page beside its place and move it there whole. `opening` is HTML."""
-    draft = path.with_name(f".{path.name}.part")
-    try:
-        draft.write_text(page(title, opening, sections), encoding="utf-8")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)  # a full disk must not stay full of half a page
+    write_whole(path, page(title, opening, sections))
 
 
 def page(title: str, opening: str, sections: Iterable[Section]) -> str:
@@ -119,8 +117,8 @@ def tiles(values: Iterable[tuple[str, str, str]]) -> str:
 
 
 def rounded(values: Iterable[float | None]) -> list[float | None]:
-    """Few digits: nobody sees more in a plot, and the file stays small."""
-    return [None if v is None else float(f"{v:.{PLACES}g}") for v in values]
+    """Few digits: nobody sees more in a plot, and the file stays small. JSON has no infinity."""
+    return [float(f"{v:.{PLACES}g}") if v is not None and isfinite(v) else None for v in values]
 
 
 def _json(value: Any) -> str:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import msgspec
+
+from oktopk.files import FileError, checked, parse_toml, read_text
+from oktopk.report.schema import KINDS, Config
 from oktopk.report.units import few
 
 JOURNAL = "metrics.jsonl"
 SETTINGS = "config.toml"
+CHECKPOINTS = "checkpoints"
+LONGEST_LINE = 64 * 2**20
+"""Bytes of a line: one that never ends must not fill the memory."""
 MOST_PROBLEMS = 5  # named one by one
 
 PARTS: tuple[str, ...] = ("data", "forward", "backward", "exposed", "optimizer")
@@ -67,24 +73,35 @@ class Record:
         return self.end is not None and self.end["how"] == "finished"
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether there is something to resume in a run's folder."""
+    return any(folder.glob(f"{CHECKPOINTS}/step-*/complete.json"))
+
+
 def read(folder: Path) -> Record:
     """Read a run's folder. What is missing or damaged becomes a problem, not an error."""
     record = Record(folder)
     settings, journal = folder / SETTINGS, folder / JOURNAL
+    if settings.exists():  # a journal of another program has none
+        try:
+            found = parse_toml(read_text(settings), SETTINGS)
+            checked(found, Config, SETTINGS)
+            record.config = found
+        except FileError as error:
+            record.problems.append(f"{SETTINGS} could not be read: {error}")
     try:
-        record.config = tomllib.loads(settings.read_text())
-    except FileNotFoundError:  # a journal of another program has none
-        pass
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        record.problems.append(f"{SETTINGS} could not be read: {error}")
-    try:
-        with journal.open("rb") as lines:
-            _read_lines(record, lines)
+        with journal.open("rb") as file:
+            _read_lines(record, _lines(file))
     except FileNotFoundError:
         record.problems.append(f"There is no {JOURNAL} in {folder}.")
     except OSError as error:
         record.problems.append(f"{JOURNAL} could not be read: {error}")
     return record
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
+    while line := file.readline(LONGEST_LINE):
+        yield line
 
 
 def _read_lines(record: Record, lines: Iterable[bytes]) -> None:
@@ -101,32 +118,28 @@ def _read_lines(record: Record, lines: Iterable[bytes]) -> None:
         record.problems.append(f"{JOURNAL}: {text} could not be read and {were} passed over")
 
 
-# what every reader counts on, by kind; other fields may be missing
-NEEDED: dict[str, dict[str, type]] = {
-    "step": {"step": int, "phase": str, "bytes_sent": int, "bytes_dense": int},
-    "epoch": {"step": int, "epoch": int},
-    "run": {"step": int},
-    "end": {"how": str},
-    "warning": {"text": str},
-    "probe": {"step": int},
-    "tensors": {"step": int, "kept": dict, "of": dict},
-    "messages": {"step": int, "sent": dict},
-    "ranks": {"step": int, "steps": int, "seconds": list},
-    "memory": {"ranks": list},
-}
-
-
 def parse(line: bytes) -> Entry | None:
     """One line of a journal; None when it was cut off by a kill, or is of another kind of file.
 
     NaN and Infinity, which other writers of JSON know, are read as null.
     """
     try:
-        entry = json.loads(line, parse_constant=lambda _: None)
-    except ValueError:
+        entry = _decoded(line)
+    except (ValueError, RecursionError):
         return None
     if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
         return None
-    needed = NEEDED.get(entry["kind"], {})
-    fits = all(isinstance(entry.get(name), kind) for name, kind in needed.items())
-    return entry if fits else None
+    if entry["kind"] not in KINDS:
+        return entry
+    try:
+        # keys of JSON objects are text, also those that stand for numbers
+        msgspec.convert(entry, KINDS[entry["kind"]], str_keys=True)
+    except ValueError:
+        return None
+    return entry  # with the fields that the schema does not know
+
+
+def _decoded(line: bytes) -> Any:
+    if b"NaN" in line or b"Infinity" in line:
+        line = json.dumps(json.loads(line, parse_constant=lambda _: None)).encode()
+    return msgspec.json.decode(line)

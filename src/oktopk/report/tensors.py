@@ -29,17 +29,18 @@ def tensors(record: Record) -> list[Block]:
         _bars("Kept fraction by kind of layer", _by_kind(record, last), note, percent=True),
         _bars("Kept fraction by tensor", _fractions(last), "", percent=True),
     ]
-    owed = last.get("residual_norm") or {}
+    owed, applied = last.get("residual_norm") or {}, last.get("norm") or {}
     norms = {name: owed[name] for name in last["kept"] if owed.get(name)}  # the others owe nothing
     if norms:
         text = "Norm of what rank 0 still owes, over the norm of what was applied in that step."
-        shares = {n: norm / last["norm"][n] for n, norm in norms.items() if last["norm"].get(n)}
+        shares = {n: norm / applied[n] for n, norm in norms.items() if applied.get(n)}
         blocks.append(_bars("Residual norm by tensor", norms, "Norm of what rank 0 still owes."))
         blocks.append(_bars("Residual over applied, by tensor", shares, text))
     ages = [entry for entry in record.of("probe") if entry.get("ages")]
     if ages:
         text = "Mean steps since an entry was last part of a result, at the last probe."
-        blocks.append(_bars("Age of residuals by tensor", ages[-1]["ages"], text))
+        known = {name: age for name, age in ages[-1]["ages"].items() if age is not None}
+        blocks.append(_bars("Age of residuals by tensor", known, text))
     return blocks
 
 
@@ -87,17 +88,18 @@ def _share(entry: Entry) -> float:
 
 
 def _fractions(entry: Entry) -> dict[str, float]:
-    return {name: kept / (entry["of"][name] or 1) for name, kept in entry["kept"].items()}
+    return {name: kept / (entry["of"].get(name) or 1) for name, kept in entry["kept"].items()}
 
 
 def _by_kind(record: Record, last: Entry) -> dict[str, float]:
-    kinds = {name: facts["kind"] for name, facts in record.opening.get("tensors", {}).items()}
+    known = record.opening.get("tensors") or {}
+    kinds = {name: facts["kind"] for name, facts in known.items()}
     kept: dict[str, int] = {}
     whole: dict[str, int] = {}
     for name, num in last["kept"].items():
         kind = kinds.get(name, "unknown")
         kept[kind] = kept.get(kind, 0) + num
-        whole[kind] = whole.get(kind, 0) + last["of"][name]
+        whole[kind] = whole.get(kind, 0) + last["of"].get(name, 0)
     return {kind: kept[kind] / (whole[kind] or 1) for kind in kept}
 
 

@@ -75,7 +75,7 @@ def _ranks(record: Record) -> list[Block]:
     names = [f"rank {rank}" for rank in range(len(means))]
     traces: list[dict[str, Any]] = [
         {"type": "bar", "name": part, "x": names}
-        | {"y": rounded(own.get(part, 0.0) * 1e3 for own in means)}
+        | {"y": rounded((own.get(part) or 0.0) * 1e3 for own in means)}
         for part in PARTS
     ]
     slowest, ahead = slowest_rank(means)
@@ -94,7 +94,7 @@ def rank_means(record: Record) -> list[dict[str, float]]:
 
     A resumed run may have another number of ranks: those of its last part count.
     """
-    entries = [entry for entry in record.of("ranks") if entry["step"] > 0]
+    entries = [entry for entry in record.of("ranks") if entry["step"] > 0 and entry["steps"] > 0]
     if not entries:
         return []
     size = len(entries[-1]["seconds"])
@@ -102,7 +102,7 @@ def rank_means(record: Record) -> list[dict[str, float]]:
     steps = sum(entry["steps"] for entry in entries)
     return [
         {
-            part: sum(entry["seconds"][rank][part] * entry["steps"] for entry in entries) / steps
+            part: sum((e["seconds"][rank].get(part) or 0.0) * e["steps"] for e in entries) / steps
             for part in entries[-1]["seconds"][rank]
         }
         for rank in range(size)
@@ -111,7 +111,7 @@ def rank_means(record: Record) -> list[dict[str, float]]:
 
 def slowest_rank(means: list[dict[str, float]]) -> tuple[int, float]:
     """The rank with the most work of its own, and the seconds by which it exceeds the others."""
-    own = [sum(mean.get(part, 0.0) for part in OWN) for mean in means]
+    own = [sum(mean.get(part) or 0.0 for part in OWN) for mean in means]
     slowest = int(np.argmax(own))
     others = own[:slowest] + own[slowest + 1 :]
     return slowest, own[slowest] - (sum(others) / len(others) if others else 0.0)

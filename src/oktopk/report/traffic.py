@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections import Counter
 from typing import Any
+from zlib import crc32
 
 from oktopk.report.curves import line, over_steps, with_phases
 from oktopk.report.page import Figure, rounded
@@ -32,7 +33,7 @@ def _by_stage(record: Record, steps: Columns) -> Figure:
     return Figure(title, [*traces, dense], note, with_phases(layout, record))
 
 
-# a stage has the same colour in every figure; the last is for those that are not here
+# a stage has the same colour in every figure
 COLOURS = {
     "dense": "#2a9d6f",
     "split": "#3b82d6",
@@ -42,17 +43,22 @@ COLOURS = {
     "bounds": "#4db6c9",
     "reduce": "#c2439a",
     "broadcast": "#6f8f3f",
-    "": "#9aa4b0",
+    "balance": "#d6554c",
 }
+# for stages that are not among them
+OTHER_COLOURS = ("#9aa4b0", "#7a5c46", "#5b6fa8", "#c9a9d6", "#2f6f73", "#d9b44a")
 
 
 def _colour(stage: str) -> dict[str, str]:
-    return {"color": COLOURS.get(stage, COLOURS[""])}
+    """By its name, so that it is the same in every figure and every report."""
+    return {
+        "color": COLOURS.get(stage) or OTHER_COLOURS[crc32(stage.encode()) % len(OTHER_COLOURS)]
+    }
 
 
 def _sent(entry: Entry, stage: str) -> float:
     found = (entry.get("stages") or {}).get(stage) or {}
-    return float(found.get("payload_sent", 0) + found.get("header_sent", 0))
+    return float((found.get("payload_sent") or 0) + (found.get("header_sent") or 0))
 
 
 def _whole(record: Record, steps: Columns) -> Figure:

@@ -8,7 +8,7 @@ from typing import Any
 
 from oktopk.report.curves import phase_changes
 from oktopk.report.page import paragraph, tiles
-from oktopk.report.record import PARTS, Record
+from oktopk.report.record import PARTS, Record, has_checkpoint
 from oktopk.report.times import settled
 from oktopk.report.units import clock, few, size
 
@@ -71,12 +71,13 @@ def _ending(record: Record) -> str:
     done = record.steps[-1]["step"] + 1
     of = f"step {done} of {total}" if total else f"step {done}"
     if end is None:
-        return (
-            f"The journal breaks off at {of}: the run is still going on, or it was killed. "
-            "The same command with --resume goes on from its last checkpoint."
+        advice = " The same command with --resume goes on from its last checkpoint."
+        return f"The journal breaks off at {of}: the run is still going on, or it was killed." + (
+            advice if has_checkpoint(record.folder) else ""
         )
     if end["how"] == "finished":
-        return f"The run finished: {done} steps in {clock(end['seconds'])}."
+        took = f" in {clock(end['seconds'])}" if end.get("seconds") is not None else ""
+        return f"The run finished: {done} steps{took}."
     how = "was stopped" if end["how"] == "stopped" else "failed"
     return f"The run {how} at {of}: {end.get('text') or 'no reason was recorded'}"
 
@@ -108,7 +109,7 @@ def _phases(record: Record) -> str:
     sparse = [start for phase, start, _ in changes if phase == "sparse"]
     if sparse:
         return f"It went sparse at step {sparse[0]}." if sparse[0] else "It was sparse throughout."
-    settings = record.opening.get("settings", {})
+    settings = record.opening.get("settings") or {}
     if settings.get("method", record.config.get("method")) == "dense":
         return "The method was dense: nothing was to be saved."
     warmup = settings.get("warmup_steps", record.config.get("warmup_steps"))
@@ -159,7 +160,7 @@ def _time(record: Record) -> tuple[str, str, str]:
     entries = [entry for entry in settled(record) if entry.get("whole") is not None]
     if not entries:
         return ("a step", "-", "no times were recorded")
-    whole = sum(entry["whole"] for entry in entries)
+    whole = sum(entry["whole"] for entry in entries) or 1.0
     shares = {part: sum(e.get(part) or 0.0 for e in entries) / whole for part in PARTS}
     top = sorted(shares, key=lambda part: -shares[part])[:2]
     waits = shares["exposed"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import time
 from dataclasses import replace
@@ -21,6 +20,8 @@ from oktopk.train.folder import lock
 
 NAME = "sweep"
 TRIALS = 20
+MOST = 1e6
+"""Trials or minutes of a sweep: two years."""
 OWN = ("config", "trials", "minutes", "metric", "no-prune")
 KNOWN = [f"--{name.replace('_', '-')}" for name in (*FIELDS, *OWN)]
 
@@ -42,12 +43,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """Go on with the sweep until its budget is spent."""
-    missing = [name for name in ("optuna", "sklearn") if importlib.util.find_spec(name) is None]
-    if missing:
-        sys.stderr.write(
-            f"oktopk sweep needs {' and '.join(missing)}: pip install 'oktopk[train,sweep]'\n"
-        )
-        return 2
 
     def act() -> int:
         plan = resolve(args)
@@ -78,5 +73,7 @@ def budget(args: argparse.Namespace) -> tuple[int, float]:
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise ValueError(f"--{name} must be above 0, got {value:g}")
+        if value is not None and value > MOST:
+            raise ValueError(f"--{name} must be at most {MOST:g}, got {value:g}")
     number = args.trials or (sys.maxsize if args.minutes else TRIALS)
     return number, time.monotonic() + 60 * (args.minutes or float("inf"))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from oktopk.compare.results import METRICS
+from oktopk.files import write_whole
 from oktopk.report.texttable import markdown
 from oktopk.sweep.page import write_report
 from oktopk.sweep.plan import Plan
@@ -100,8 +101,8 @@ def sum_up(plan: Plan, study: Study) -> tuple[list[Result], str]:
         own = {"runs": str(plan.folder.parent), "keep": load(plan.config).keep}
         line = command_line(replace(final, **own), plan.config)
     order = ranked(found)
-    (plan.folder / "table.md").write_text(markdown(as_table(order, plan.metric)))
-    (plan.folder / "table.json").write_text(json.dumps(as_plain(order), indent=1) + "\n")
+    write_whole(plan.folder / "table.md", markdown(as_table(order, plan.metric)))
+    write_whole(plan.folder / "table.json", json.dumps(as_plain(order), indent=1) + "\n")
     path = plan.folder / "sweep.html"
     write_report(path, found, plan.space, plan.metric, importances(study), line)
     return found, line

@@ -7,11 +7,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from oktopk.compare.plan import SWEEP
-from oktopk.sweep.space import Range, as_plain
+from oktopk.files import read_json, write_whole
+from oktopk.sweep.space import Range
 from oktopk.train.child import NO_MATTER
 from oktopk.train.config import Config
 from oktopk.train.errors import RunError
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """`sweep.json`: what a later call must have alike."""
+
+    metric: str
+    space: dict[str, Range]
+    config: dict[str, str | int | float | bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +47,13 @@ def remember(plan: Plan) -> None:
     """Write the plan down, or see that it is the one that was written down."""
     path = plan.folder / SWEEP
     own = {name: v for name, v in asdict(plan.base).items() if name not in NO_MATTER}
-    now = {"metric": plan.metric, "space": as_plain(plan.space), "config": own}
+    now = Stored(plan.metric, plan.space, own)
     if not path.exists():
-        path.write_text(json.dumps(now, indent=1) + "\n")
+        write_whole(path, json.dumps(msgspec.to_builtins(now), indent=1) + "\n")
         return
-    before = json.loads(path.read_text())
+    before = read_json(path, Stored, advice="move the folder away, or give another --name")
     flat_before, flat_now = (
-        {"metric": each["metric"]} | each["config"] | _ranges(each["space"])
+        {"metric": each.metric} | each.config | {name: str(one) for name, one in each.space.items()}
         for each in (before, now)
     )
     for name in flat_before.keys() | flat_now.keys():
@@ -52,7 +63,3 @@ def remember(plan: Plan) -> None:
                 f"{plan.folder} is a sweep with {name} {old}, and this is {new}: give another "
                 "--name, or the flags of then"
             )
-
-
-def _ranges(space: dict[str, dict[str, Any]]) -> dict[str, str]:
-    return {name: str(Range(**one)) for name, one in space.items()}

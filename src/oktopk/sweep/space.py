@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from oktopk.train.config import Config
 
@@ -108,8 +107,3 @@ def _check(space: dict[str, Range]) -> None:
     for name, one in space.items():
         if one.by_ratio and one.low <= 0:
             raise ValueError(f"{name} is searched by ratio: its range {one} must be above 0")
-
-
-def as_plain(space: dict[str, Range]) -> dict[str, Any]:
-    """For JSON."""
-    return {name: asdict(one) for name, one in space.items()}

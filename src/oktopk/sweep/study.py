@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oktopk.files import file_error, first_line
 from oktopk.sweep.space import Range
 from oktopk.train.config import Config
 
@@ -36,16 +37,23 @@ def opened(folder: Path, seed: int) -> Iterator[Study]:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    storage = optuna.storages.RDBStorage(f"sqlite:///{folder / STORAGE}")
-    study = optuna.create_study(
-        storage=storage,
-        study_name="sweep",
-        load_if_exists=True,
-        direction="minimize",
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=AT_RANDOM, n_min_trials=3),
-    )
-    # a sweep that goes on must not draw the same values again
-    start = seed + len(study.get_trials(deepcopy=False))
+    path = folder / STORAGE
+    try:
+        storage = optuna.storages.RDBStorage(f"sqlite:///{path}")
+        study = optuna.create_study(
+            storage=storage,
+            study_name="sweep",
+            load_if_exists=True,
+            direction="minimize",
+            pruner=optuna.pruners.MedianPruner(n_startup_trials=AT_RANDOM, n_min_trials=3),
+        )
+        before = study.get_trials(deepcopy=False)
+    except Exception as error:  # of SQLite, SQLAlchemy, Alembic or Optuna
+        told = f"Optuna cannot open it ({first_line(error)})"
+        advice = "move the folder away, or give another --name"
+        raise file_error(path, told, advice=advice) from error
+    # a sweep that goes on must not draw the same values again; numpy takes 32 bits
+    start = (seed + len(before)) % 2**32
     study.sampler = optuna.samplers.TPESampler(seed=start, n_startup_trials=AT_RANDOM)
     try:
         yield study

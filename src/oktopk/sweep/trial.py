@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oktopk.report.follow import Follower
-from oktopk.report.record import JOURNAL, Entry, read
+from oktopk.report.record import CHECKPOINTS, JOURNAL, Entry, read
 from oktopk.sweep.study import COMPLETE, FAILED, PRUNED
 from oktopk.train.child import started
 from oktopk.train.config import Config
-from oktopk.train.folder import CHECKPOINTS
 
 LOOK_SECONDS = 0.5
 Report = Callable[[int, float], bool]

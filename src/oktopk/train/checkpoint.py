@@ -9,16 +9,18 @@ disk or a death while writing. Nothing is unpickled but tensors and plain values
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
+from msgspec import Meta
 
 from oktopk.comm import Comm
+from oktopk.files import FileError, file_error, read_json, read_tensors, write_whole
 from oktopk.train.errors import CheckpointError
 from oktopk.train.together import together
 
@@ -27,6 +29,22 @@ log = logging.getLogger("oktopk")
 COMMON = "common.pt"
 COMPLETE = "complete.json"
 DIGEST = 32  # bytes of a SHA-256
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class Written(msgspec.Struct, frozen=True):
+    """A file of a checkpoint, as it was written."""
+
+    bytes: Count
+    sha256: Annotated[str, Meta(pattern=f"^[0-9a-f]{{{2 * DIGEST}}}$")]
+
+
+class Complete(msgspec.Struct, frozen=True):
+    """`complete.json`: the step, how many ranks saved it, and all files."""
+
+    step: Count
+    world_size: Annotated[int, Meta(ge=1, le=10**6)]
+    files: dict[str, Written]
 
 
 def rank_file(rank: int) -> str:
@@ -44,20 +62,17 @@ def save(
     target = step_folder(folder, step)
     failed = f"writing the checkpoint of step {step}"
     mine = together(comm, device, failed, lambda: _write_all(target, contents))
-    facts = {"step": step, "world_size": comm.size, "files": _gather(mine, comm, device)}
+    facts = Complete(step, comm.size, _gather(mine, comm, device))
 
     def complete() -> None:
         # several nodes may share the folder: the same content from each, replaced whole
-        draft = target / f"{COMPLETE}.{comm.rank}"
-        draft.write_text(json.dumps(facts))
-        _to_disk(draft)
-        draft.replace(target / COMPLETE)
+        write_whole(target / COMPLETE, msgspec.json.encode(facts).decode())
 
     together(comm, device, failed, complete)
     return target
 
 
-def _write_all(target: Path, contents: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _write_all(target: Path, contents: dict[str, Any]) -> dict[str, Written]:
     written = {}
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -68,14 +83,16 @@ def _write_all(target: Path, contents: dict[str, Any]) -> dict[str, dict[str, An
         for name in contents:
             (target / f"{name}.part").unlink(missing_ok=True)
             (target / name).unlink(missing_ok=True)
+        kept = any(target.parent.glob(f"step-*/{COMPLETE}"))
+        advice = "Earlier checkpoints are kept: make room and go on with --resume"
         raise CheckpointError(
-            f"the checkpoint {target} could not be written: {error}. Earlier checkpoints are kept: "
-            "make room and go on with --resume"
+            f"the checkpoint {target} could not be written: {error}. "
+            f"{advice if kept else 'Make room and start again'}"
         ) from error
     return written
 
 
-def _write(path: Path, content: Any) -> dict[str, Any]:
+def _write(path: Path, content: Any) -> Written:
     draft = path.with_name(f"{path.name}.part")
     try:
         torch.save(content, draft)
@@ -83,7 +100,7 @@ def _write(path: Path, content: Any) -> dict[str, Any]:
         raise OSError(f"{draft}: {error}") from error
     _to_disk(draft)
     draft.replace(path)
-    return {"bytes": path.stat().st_size, "sha256": _digest(path)}
+    return Written(path.stat().st_size, _digest(path))
 
 
 def _to_disk(path: Path) -> None:
@@ -96,33 +113,41 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _gather(
-    mine: dict[str, dict[str, Any]], comm: Comm, device: torch.device
-) -> dict[str, dict[str, Any]]:
+def _gather(mine: dict[str, Written], comm: Comm, device: torch.device) -> dict[str, Written]:
     """Sizes and hashes of all ranks' files: the common one is rank 0's."""
-    nothing = {"bytes": 0, "sha256": "00" * DIGEST}
+    nothing = Written(0, "00" * DIGEST)
     row = b""
     for name in (COMMON, rank_file(comm.rank)):
         facts = mine.get(name, nothing)
-        row += facts["bytes"].to_bytes(8, "little") + bytes.fromhex(facts["sha256"])
+        row += facts.bytes.to_bytes(8, "little") + bytes.fromhex(facts.sha256)
     own = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
     rows = [bytes(row) for row in comm.all_gather(own, stage="checkpoint").tolist()]
     half = len(row) // 2
     parts = {COMMON: rows[0][:half]}
     parts |= {rank_file(rank): row[half:] for rank, row in enumerate(rows)}
     return {
-        name: {"bytes": int.from_bytes(part[:8], "little"), "sha256": part[8:].hex()}
+        name: Written(int.from_bytes(part[:8], "little"), part[8:].hex())
         for name, part in parts.items()
     }
 
 
 def prune(folder: Path, keep: int) -> None:
     """Delete all but the newest `keep` complete checkpoints, and what was never completed."""
-    complete = sorted(path.parent for path in folder.glob(f"step-*/{COMPLETE}"))
+    complete = sorted(path.parent for path in folder.glob(f"step-*/{COMPLETE}") if _is_own(path))
     for path in folder.glob("step-*"):
         if path not in complete[-keep:] and (complete and path <= complete[-1]):
             # nodes that share the folder may do so at once
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_own(complete: Path) -> bool:
+    """Whether it is of this folder: one renamed to a higher step must not push out the others."""
+    try:
+        read_facts(complete.parent)
+    except FileError as error:
+        log.warning("%s", error)
+        return False
+    return True
 
 
 def find(folder: Path, comm: Comm, device: torch.device) -> Path | None:
@@ -151,35 +176,51 @@ def find(folder: Path, comm: Comm, device: torch.device) -> Path | None:
 def _whole(path: Path, comm: Comm) -> bool:
     """Whether the files this rank will read are as they were written."""
     try:
-        facts = json.loads((path / COMPLETE).read_text())
+        facts = read_facts(path)
         for name in needed(facts, comm):
-            size, expected = (path / name).stat().st_size, facts["files"][name]
-            if size != expected["bytes"]:
-                problem = f"{name} has {size} bytes instead of {expected['bytes']}"
-            elif _digest(path / name) != expected["sha256"]:
+            size, expected = (path / name).stat().st_size, facts.files[name]
+            if size != expected.bytes:
+                problem = f"{name} has {size} bytes instead of {expected.bytes}"
+            elif _digest(path / name) != expected.sha256:
                 problem = f"the content of {name} is not what was written"
             else:
                 continue
             log.warning("rank %d: checkpoint %s is damaged: %s", comm.rank, path, problem)
             return False
-    except (OSError, ValueError, KeyError) as error:
-        log.warning("rank %d: checkpoint %s cannot be read: %s", comm.rank, path, error)
+    except (OSError, FileError) as error:
+        log.warning("rank %d: checkpoint %s cannot be used: %s", comm.rank, path, error)
         return False
     return True
 
 
-def needed(facts: dict[str, Any], comm: Comm) -> list[str]:
+def read_facts(path: Path) -> Complete:
+    """`complete.json` of a checkpoint. It must be of this folder, and name every rank's file."""
+    facts = read_json(path / COMPLETE, Complete)
+    if step_folder(path.parent, facts.step).name != path.name:
+        raise file_error(
+            path / COMPLETE,
+            f"is of step {facts.step}, and the folder is called {path.name}",
+            place="step",
+            advice=f"rename the folder to {step_folder(path.parent, facts.step).name}",
+        )
+    wanted = 1 + facts.world_size
+    if len(facts.files) != wanted or not all(
+        name in facts.files for name in (COMMON, *map(rank_file, range(facts.world_size)))
+    ):
+        problem = f"names {len(facts.files)} files, and {facts.world_size} ranks have {wanted}"
+        raise file_error(path / COMPLETE, problem, place="files")
+    return facts
+
+
+def needed(facts: Complete, comm: Comm) -> list[str]:
     """The files this rank reads: its own, or everybody's when there were other ranks."""
-    same = facts["world_size"] == comm.size
-    ranks = [comm.rank] if same else range(facts["world_size"])
+    same = facts.world_size == comm.size
+    ranks = [comm.rank] if same else range(facts.world_size)
     return [COMMON, *(rank_file(rank) for rank in ranks)]
 
 
-def load(path: Path, comm: Comm) -> tuple[int, dict[str, Any], list[dict]]:
-    """How many ranks saved it, the common content, and this rank's; else all ranks'."""
-    facts = json.loads((path / COMPLETE).read_text())
-    common, *owns = (
-        torch.load(path / name, map_location="cpu", weights_only=True)
-        for name in needed(facts, comm)
-    )
-    return facts["world_size"], common, owns
+def load(path: Path, comm: Comm) -> tuple[Complete, Any, list[Any]]:
+    """What is known of the checkpoint, the common content, and this rank's; else all ranks'."""
+    facts = read_facts(path)
+    common, *owns = (read_tensors(path / name) for name in needed(facts, comm))
+    return facts, common, owns

@@ -10,12 +10,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from oktopk.interrupts import InterruptedBySignal
 from oktopk.launch import AFTER_SIGNAL, LaunchError, find_place
 from oktopk.lifeline import LINE, lifeline
-from oktopk.train.config import Config, changes, load
+from oktopk.train.config import Config, as_flag, changes, load
 from oktopk.train.errors import RunError
 
 PATIENCE = AFTER_SIGNAL + 10.0
@@ -35,14 +34,7 @@ def flags(config: Config, base: str) -> list[str]:
     differing = changes(load(base), config)
     given = {name: getattr(config, name) for name in ALWAYS}
     given |= {name: new for name, (_, new) in differing.items()}
-    return ["--config", base, *(word for pair in given.items() for word in _flag(*pair))]
-
-
-def _flag(name: str, value: Any) -> list[str]:
-    dashed = name.replace("_", "-")
-    if isinstance(value, bool):
-        return [f"--{dashed}" if value else f"--no-{dashed}"]
-    return [f"--{dashed}", str(value)]
+    return ["--config", base, *(word for pair in given.items() for word in as_flag(*pair))]
 
 
 def command_line(config: Config, base: str) -> str:

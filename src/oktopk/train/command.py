@@ -6,34 +6,36 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 
 from oktopk.comm import Comm
+from oktopk.extras import require
+from oktopk.files import FileError, write_whole
 from oktopk.join import ALONE, comm_of_job
 from oktopk.launch import Place, find_place, joined, start_workers, workers_to_start
 from oktopk.report.command import report
-from oktopk.report.record import SETTINGS
+from oktopk.report.record import CHECKPOINTS, SETTINGS, has_checkpoint
 from oktopk.train import checkpoint
-from oktopk.train.config import DEFAULT, Config, load, to_toml, with_flags
+from oktopk.train.config import DEFAULT, Config, given, load, load_run, to_toml, with_flags
 from oktopk.train.console import LineHandler, say
-from oktopk.train.data.problems import DataError
+from oktopk.train.data.manifest import find_manifests
 from oktopk.train.errors import RunError
-from oktopk.train.folder import CHECKPOINTS, lock, make, newest, numbered
+from oktopk.train.folder import check_writable, lock, make, newest, numbered, resumable
 from oktopk.train.loop import train
 from oktopk.train.recorder import Recorder, Warnings
 from oktopk.train.resume import restore
-from oktopk.train.setup import Run, set_up
+from oktopk.train.setup import Run, set_up, spoken_folder
 from oktopk.train.summary import summary
 from oktopk.train.together import alike, together
 from oktopk.train.totals import Totals
 from oktopk.train.validate import Validation
 
 log = logging.getLogger("oktopk")
-GO_ON = "the same command with --resume goes on from the last checkpoint, if there is one"
+RESUME = "the same command with --resume goes on from the last checkpoint"
 ENDED_BY_HAND = (2, 130, 143)
 
 
@@ -46,14 +48,13 @@ def command(args: argparse.Namespace, argv: list[str]) -> int:
         return 2
     place = find_place()
     workers = workers_to_start(place, getattr(args, "workers", None), config.workers)
-    if workers:
-        code = start_workers(workers, argv)
-        if code and code not in ENDED_BY_HAND:
-            sys.stderr.write(f"oktopk train: {GO_ON}\n")
-        return code
     try:
-        return work(config, place or ALONE, args.resume)
-    except (RunError, DataError, OSError) as error:
+        if workers or place is None:  # ranks of a launcher must not fail one by one
+            check_first(config)
+        if workers:
+            return start(workers, argv, config, args.resume)
+        return work(config, place or ALONE, args.resume, given(args))
+    except (RunError, FileError, OSError) as error:
         sys.stderr.write(f"oktopk train: {error}\n")
         return 1
 
@@ -66,13 +67,33 @@ def resolve(args: argparse.Namespace) -> Config:
     config = with_flags(load(args.config or DEFAULT), args)
     if args.resume:
         runs = Path(config.runs)
-        own = numbered(runs, config.name, newest(runs, config.name)) / SETTINGS
-        if own.is_file():
-            return with_flags(load(str(own)), args)
+        number = resumable(runs, config.name) or newest(runs, config.name)
+        own = numbered(runs, config.name, number) / SETTINGS
+        if own.exists():
+            return with_flags(load_run(own), args)
     return config
 
 
-def work(config: Config, place: Place, resume: bool) -> int:
+def check_first(config: Config) -> None:
+    """What can be seen before any process is started: a place to write to, manifests, a voice."""
+    check_writable(Path(config.runs))
+    if config.data:
+        find_manifests(config.data)
+    elif not spoken_folder(config).exists():
+        require("oktopk train without --data", "espeakng_loader")
+
+
+def start(workers: int, argv: list[str], config: Config, resume: bool) -> int:
+    """Run the workers. When they fail, advise --resume only where this run has a checkpoint."""
+    runs = Path(config.runs)
+    before = 0 if resume else newest(runs, config.name)
+    code = start_workers(workers, argv)
+    if code and code not in ENDED_BY_HAND and resumable(runs, config.name) > before:
+        sys.stderr.write(f"oktopk train: {RESUME}\n")
+    return code
+
+
+def work(config: Config, place: Place, resume: bool, given: Collection[str]) -> int:
     """One worker's whole life."""
     logging.basicConfig(
         level=logging.INFO if place.rank == 0 else logging.WARNING,
@@ -81,40 +102,56 @@ def work(config: Config, place: Place, resume: bool) -> int:
     )
     started = time.monotonic()
     with joined(place, config.timeout, alike(config, resume)) as device:
-        folder, result, totals = run_all(config, device, place, resume)
+        folder, result, totals = run_all(config, device, place, resume, given)
     if place.rank == 0:
         say(summary(result, totals, time.monotonic() - started, folder, place.size))
     return 0
 
 
 def run_all(
-    config: Config, device: torch.device, place: Place, resume: bool
+    config: Config,
+    device: torch.device,
+    place: Place,
+    resume: bool,
+    given: Collection[str] = (),
 ) -> tuple[Path, Validation | None, Totals]:
-    """The run from its folder to its last validation, in the default process group."""
+    """Train in a folder of its own. With `resume` only the settings in `given` may have changed."""
     comm, started = comm_of_job(config.timeout), time.monotonic()
-    with (
-        make_folder(config, comm, device, resume) as folder,
-        reported(folder, comm.rank),
-        Warnings() as warnings,
-    ):
-        run = set_up(config, comm, device, place)
+    with Warnings() as warnings:
+        run = set_up(config, comm, device, place)  # first: what fails here leaves no folder
         try:
-            journal_bytes = find_and_restore(run, folder) if resume else 0
-            if comm.rank == 0:  # not before: a resume that fails must leave the run as it is
-                (folder / SETTINGS).write_text(to_toml(config))
-            with Recorder(run, folder, journal_bytes, warnings) as recorder:
-                recorder.say(opening(run, folder))
-                result = train(run, recorder, folder)
-                totals = run.totals.of_all(comm, device)
-                recorder.end(totals, time.monotonic() - started)
-            return folder, result, totals
-        except RuntimeError as error:
-            if run.handle.failure is None:
-                raise
-            # DDP wraps it in a message of its own
-            raise RunError(f"{run.handle.failure}\n{GO_ON}") from error
+            with make_folder(config, comm, device, resume) as folder, reported(folder, comm.rank):
+                journal_bytes = find_and_restore(run, folder, given) if resume else 0
+                # not before: a resume that fails must leave the run as it is
+                together(comm, device, f"writing {SETTINGS}", lambda: write_config(run, folder))
+                return folder, *run_in(folder, run, journal_bytes, warnings, started)
         finally:
             run.handle.close()
+
+
+def write_config(run: Run, folder: Path) -> None:
+    """Write the settings of the run, on rank 0."""
+    if run.comm.rank == 0:
+        write_whole(folder / SETTINGS, to_toml(run.config))
+
+
+def run_in(
+    folder: Path, run: Run, journal_bytes: int, warnings: Warnings, started: float
+) -> tuple[Validation | None, Totals]:
+    """From the first step to the last validation."""
+    try:
+        with Recorder(run, folder, journal_bytes, warnings) as recorder:
+            recorder.say(opening(run, folder))
+            result = train(run, recorder, folder)
+            totals = run.totals.of_all(run.comm, run.device)
+            recorder.end(totals, time.monotonic() - started)
+        return result, totals
+    except RuntimeError as error:
+        if run.handle.failure is None:
+            raise
+        # DDP wraps it in a message of its own
+        advice = f"; {RESUME}" if has_checkpoint(folder) else ""
+        raise RunError(f"{run.handle.failure}{advice}") from error
 
 
 @contextmanager
@@ -152,13 +189,18 @@ def reported(folder: Path, rank: int) -> Iterator[None]:
                 log.exception("no report was written; `oktopk report %s` tries again", folder)
 
 
-def find_and_restore(run: Run, folder: Path) -> int:
+def find_and_restore(run: Run, folder: Path, given: Collection[str]) -> int:
     """Go on from the newest whole checkpoint, if there is one."""
     path = checkpoint.find(folder / CHECKPOINTS, run.comm, run.device)
     if path is None:
         log.info("%s has no checkpoint yet: starting from the beginning", folder)
         return 0
-    journal_bytes = together(run.comm, run.device, f"loading {path}", lambda: restore(run, path))
+    last = numbered(folder.parent, run.config.name, newest(folder.parent, run.config.name))
+    if last != folder:
+        log.info("%s is newer, but has no checkpoint", last)
+    journal_bytes = together(
+        run.comm, run.device, f"loading {path}", lambda: restore(run, path, given)
+    )
     log.info("resuming from %s", path)
     return journal_bytes
 

@@ -11,18 +11,22 @@ import difflib
 import json
 import math
 import re
-import tomllib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from oktopk.files import file_error, is_file, parse_toml, read_text
 from oktopk.methods import METHODS
+from oktopk.report.units import few
 from oktopk.settings import Scope
+from oktopk.train.bounds import LONGEST_NAME, MOST_WEIGHTS, RANGES, SMALLEST_RATE, check_type, shown
 from oktopk.wire import Form
 
 SHIPPED = Path(__file__).parent / "configs"
 DEFAULT = "quickstart"
+MOST_BYTES = 2**20
+"""Of a config: far more than all settings take."""
 
 
 SWITCH = ("remedies", "on", "off")  # remedies: as they say
@@ -94,62 +98,67 @@ class Config:
     keep: int = option(2, "checkpoints to keep")
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[\w.-]*\w", self.name):
-            raise ValueError(f"name must be letters, digits, '.', '_' and '-', got {self.name!r}")
         for spec in fields(self):
             value = getattr(self, spec.name)
-            _check_type(spec.name, value, type(spec.default))
+            check_type(spec.name, value, type(spec.default))
             choices = spec.metadata["choices"]
             if choices and value not in choices:
-                raise ValueError(f"{spec.name} must be one of {', '.join(choices)}, got {value!r}")
+                raise ValueError(
+                    f"{spec.name} must be one of {', '.join(choices)}, got {shown(value)}"
+                )
+        if not re.fullmatch(r"[\w.-]*\w", self.name) or len(self.name.encode()) > LONGEST_NAME:
+            raise ValueError(
+                "name must be letters, digits, '.', '_' and '-', at most "
+                f"{LONGEST_NAME} bytes, got {shown(self.name)}"
+            )
         self._check_ranges()
+        self._check_together()
+
+    def _check_ranges(self) -> None:
+        for name in ("density", "lr_final"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in (0, 1], got {shown(getattr(self, name))}")
+        if not (self.beta1 == -1 or 0 <= self.beta1 < 1):
+            raise ValueError(f"beta1 must be in [0, 1), or -1, got {shown(self.beta1)}")
+        if not (self.advance == -1 or 0 <= self.advance <= 1):
+            raise ValueError(f"advance must be in [0, 1], or -1, got {shown(self.advance)}")
+        if self.lr <= 0:
+            raise ValueError(f"lr must be positive, got {shown(self.lr)}")
+        for name, (least, most, why) in RANGES.items():
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {shown(value)}")
+            if value > most:
+                raise ValueError(f"{name} must be at most {most:g} ({why}), got {shown(value)}")
+
+    def _check_together(self) -> None:
+        """What single values do not tell."""
         for_adam = {"beta1": self.beta1 != -1, "late_moments": self.late_moments == "on"}
         for name in (name for name, is_set in for_adam.items() if is_set):
             if self.optimizer != "adamw":
                 value = f"{name} = {getattr(self, name)}"
                 raise ValueError(f"{value} is for adamw; optimizer is {self.optimizer}")
-
-    def _check_ranges(self) -> None:
-        for name, least in LEAST.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        for name in ("density", "lr_final"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
-        if not (self.beta1 == -1 or 0 <= self.beta1 < 1):
-            raise ValueError(f"beta1 must be in [0, 1), or -1, got {self.beta1}")
-        if not (self.advance == -1 or 0 <= self.advance <= 1):
-            raise ValueError(f"advance must be in [0, 1], or -1, got {self.advance}")
-        if self.lr <= 0:
-            raise ValueError(f"lr must be positive, got {self.lr}")
+        weights = 8 * self.hidden**2 * self.layers * (2 if self.bidirectional else 1)
+        if weights > MOST_WEIGHTS:
+            raise ValueError(
+                f"hidden = {self.hidden} and layers = {self.layers} make about {weights:.1e} "
+                f"weights, and at most {MOST_WEIGHTS:.1e} are possible: lower hidden or layers"
+            )
+        if (self.epochs - 1) * math.log(self.lr_decay) > -math.log(SMALLEST_RATE):
+            raise ValueError(
+                f"lr_decay = {self.lr_decay} over epochs = {self.epochs} makes the learning rate "
+                "0: lower one of them"
+            )
 
 
 FIELDS = [spec.name for spec in fields(Config)]
 
-# the smallest value of the fields that have one
-LEAST = {
-    **dict.fromkeys(("workers", "hidden", "layers", "channels", "epochs", "batch"), 1),
-    **dict.fromkeys(("accumulate", "validate_every", "validate_batch", "log_every", "keep"), 1),
-    **dict.fromkeys(("spoken_train", "spoken_test", "exact_every", "bounds_every"), 1),
-    **dict.fromkeys(("max_steps", "lr_warmup", "momentum", "weight_decay"), 0),
-    **dict.fromkeys(("warmup_steps", "ramp_steps"), 0),
-    **dict.fromkeys(("clip_before", "clip_after", "beam", "samples", "histogram_every"), 0),
-    "probe_every": 0,
-    **dict.fromkeys(("checkpoint_every", "seed"), 0),
-    "timeout": 1.0,
-    "lr_decay": 1.0,
-}
-
-
-def _check_type(name: str, value: Any, kind: type) -> None:
-    fits = isinstance(value, (int, float) if kind is float else kind)
-    if not fits or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{name} must be {TYPE_NAMES[kind]}, got {value!r}")
-    if kind is float and not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
-
-
-TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+# What may change when a run is resumed, for the training stays the same. Whether the data is the
+# same is seen from its content.
+HARMLESS = (
+    *("name", "runs", "data", "cache", "timeout", "log_every", "probe_every"),
+    *("histogram_every", "checkpoint_every", "keep", "samples"),
+)
 
 
 def shipped() -> list[str]:
@@ -160,31 +169,46 @@ def shipped() -> list[str]:
 def load(name: str) -> Config:
     """A config that comes along, by name, or a TOML file, by path."""
     path = Path(name) if name.endswith(".toml") else SHIPPED / f"{name}.toml"
-    if not path.is_file():
+    if not is_file(path):
         raise ValueError(
-            f"no config {name!r}: give a file that ends in .toml, or one of {', '.join(shipped())}"
+            f"no config {shown(name)}: give a file that ends in .toml, or one of "
+            f"{', '.join(shipped())}"
         )
-    return parse(path.read_text(), path.stem, str(path))
+    return parse(read_text(path, MOST_BYTES), path.stem, str(path))
 
 
-def parse(text: str, name: str, path: str) -> Config:
-    """The config of a TOML text; `name` unless it has one of its own."""
-    try:
-        values: dict[str, Any] = {"name": name} | tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: {error}") from error
+def load_run(path: Path) -> Config:
+    """The settings that a run wrote into its folder: all of them, or the file is damaged."""
+    return parse(read_text(path, MOST_BYTES), path.stem, str(path), whole=True)
+
+
+def parse(text: str, name: str, path: str, whole: bool = False) -> Config:
+    """The config of a TOML text; `name` unless it has one of its own.
+
+    With `whole` no field may be missing: a default in the place of a lost one would train something
+    else.
+    """
+    values: dict[str, Any] = parse_toml(text, path)
     for key in values:
         if key not in FIELDS:
-            raise ValueError(f"{path}: unknown key {key!r}{nearest(key, FIELDS)}")
+            raise file_error(path, f"unknown key {shown(key)}{nearest(key, FIELDS)}")
+    missing = [field for field in FIELDS if field not in values]
+    if whole and missing:
+        raise file_error(
+            path,
+            f"{len(missing)} of {len(FIELDS)} settings are missing ({few(missing, 3)})",
+            advice="add them, or start another run with --name",
+        )
+    values.setdefault("name", name)
     try:
         return Config(**values)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise file_error(path, str(error)) from error
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """A hint at what was meant; empty when nothing is near."""
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name[:LONGEST_NAME], known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
@@ -195,11 +219,16 @@ def changes(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def to_toml(config: Config) -> str:
-    """All fields as TOML, help texts as comments. JSON writes numbers, booleans and text alike."""
+    """All fields as TOML, help texts as comments."""
     return "".join(
-        f"# {spec.metadata['help']}\n{spec.name} = {json.dumps(getattr(config, spec.name))}\n"
+        f"# {spec.metadata['help']}\n{spec.name} = {_literal(getattr(config, spec.name))}\n"
         for spec in fields(config)
     )
+
+
+def _literal(value: Any) -> str:
+    """A value as JSON, which is TOML too. Not in ASCII: TOML has no surrogate pairs."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
@@ -221,6 +250,19 @@ def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) ->
         )
 
 
+def as_flag(name: str, value: Any) -> list[str]:
+    """The words that set a field on the command line."""
+    dashed = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{dashed}" if value else f"--no-{dashed}"]
+    return [f"--{dashed}", str(value)]
+
+
+def given(args: argparse.Namespace) -> list[str]:
+    """The fields that were set on the command line."""
+    return [name for name in FIELDS if name in vars(args)]
+
+
 def with_flags(config: Config, args: argparse.Namespace) -> Config:
     """The config with what was given on the command line."""
-    return replace(config, **{key: value for key, value in vars(args).items() if key in FIELDS})
+    return replace(config, **{name: getattr(args, name) for name in given(args)})

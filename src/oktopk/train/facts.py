@@ -26,6 +26,7 @@ def opening_entry(run: Run) -> dict[str, Any]:
         "total_steps": run.total_steps,
         "steps_per_epoch": run.steps_per_epoch,
         "settings": asdict(run.handle.settings),
+        "changed": run.changed,
         "utterances": {"train": len(run.corpus.train), "test": len(run.corpus.test)},
         "tensors": tensors(run.model),
         "versions": versions(),

@@ -95,14 +95,21 @@ class Run:
     totals: Totals = field(default_factory=Totals)
     skipped_in_a_row: int = 0
     probe: Probe | None = None
+    changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Settings that were changed when the run was resumed: before and now."""
+
     probed: dict[str, Any] | None = None
     """What the probe found in the last step."""
 
 
+def spoken_folder(config: Config) -> Path:
+    """Where a corpus that was spoken is kept for the next run."""
+    return DATA / f"spoken-{config.spoken_train}-{config.spoken_test}"
+
+
 def prepare_corpus(config: Config, comm: Comm, device: torch.device, place: Place) -> Corpus:
     """Speak the corpus if there is none, check it, compute its spectrograms; once per machine."""
-    spoken = DATA / f"spoken-{config.spoken_train}-{config.spoken_test}"
-    folder = Path(config.data) if config.data else spoken
+    folder = Path(config.data) if config.data else spoken_folder(config)
     cache = Path(config.cache) if config.cache else folder / "cache"
 
     def first() -> Corpus | None:

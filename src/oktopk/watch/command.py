@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from oktopk.flags import between
 from oktopk.report.command import RUNS
 from oktopk.report.record import JOURNAL
 from oktopk.report.units import few
@@ -29,7 +30,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--once", action="store_true", help="show it once and leave: exit code 1 while it goes on"
     )
     parser.add_argument(
-        "--every", type=float, default=1.0, help="seconds between looks (%(default)s)"
+        "--every",
+        type=between(float, 0.05, 3600.0),
+        default=1.0,
+        help="seconds between looks (%(default)s)",
     )
 
 
@@ -84,7 +88,7 @@ def command(args: argparse.Namespace) -> int:
     def look() -> RenderableType:
         return screen(watched.look(), str(folder), quiet(folder / JOURNAL), others(folder))
 
-    console, pause = Console(), max(0.05, args.every)
+    console, pause = Console(), args.every
     if args.once:
         console.print(look())
     elif sys.stdout.isatty():

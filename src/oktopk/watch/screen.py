@@ -73,16 +73,15 @@ def _status_line(seen: Seen, quiet: float) -> str:
     if word == "waiting":
         return "waiting for the run to begin"
     if word == "silent":
-        return f"no news for {clock(quiet)}: is it still there? `oktopk train --resume` goes on"
+        advice = " `oktopk train --resume` goes on" if seen.resumable else ""
+        return f"no news for {clock(quiet)}: is it still there?{advice}"
     if seen.end is not None:
         return ": ".join(filter(None, (word, seen.end.get("text"))))
-    settings, workers = seen.opening.get("settings", {}), seen.opening.get("size")
-    kind = ""
-    if settings:
-        kind = settings["method"]
-        kind += "" if kind == "dense" else f" at density {settings['density']:g}"
-        kind += f", {workers} worker{'s' * (workers != 1)}"
-    return ", ".join(filter(None, (word, kind)))
+    settings, workers = seen.opening.get("settings") or {}, seen.opening.get("size")
+    kind, density = settings.get("method") or "", settings.get("density")
+    kind += f" at density {density:g}" if kind != "dense" and density is not None else ""
+    ranks = f"{workers} worker{'s' * (workers != 1)}" if workers else ""
+    return ", ".join(filter(None, (word, kind.strip(), ranks)))
 
 
 def _progress(seen: Seen) -> str:
@@ -100,7 +99,7 @@ def _progress(seen: Seen) -> str:
 
 def _seconds_left(seen: Seen, total: int) -> float:
     """Of steps; validations come on top."""
-    per_step = sum(entry.get("whole", 0.0) for entry in seen.recent) / len(seen.recent)
+    per_step = sum(entry.get("whole") or 0.0 for entry in seen.recent) / len(seen.recent)
     return per_step * max(0, total - seen.steps)
 
 
@@ -115,10 +114,11 @@ def _wer(seen: Seen) -> str:
     if not seen.validated:
         return ""
     last = seen.validated[-1]
-    loss = "-" if last["val_loss"] is None else f"{last['val_loss']:.3f}"
+    shown = {"CER": last.get("cer"), "validation loss": last.get("val_loss")}
+    rest = ", ".join(f"{k} {'-' if v is None else f'{v:.3f}'}" for k, v in shown.items())
     return (
         f"{sparkline([entry['wer'] for entry in seen.validated])} {last['wer']:.3f}, "
-        f"CER {last['cer']:.3f}, validation loss {loss} after epoch {last['epoch']}"
+        f"{rest} after epoch {last['epoch']}"
     )
 
 
@@ -137,7 +137,7 @@ def _time(seen: Seen) -> str:
     if not seen.recent:
         return ""
     means = {
-        part: sum(entry.get(part, 0.0) for entry in seen.recent) / len(seen.recent)
+        part: sum(entry.get(part) or 0.0 for entry in seen.recent) / len(seen.recent)
         for part in TIMES
     }
     if not means["whole"]:

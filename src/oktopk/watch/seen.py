@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from oktopk.report.follow import Follower
-from oktopk.report.record import Entry
+from oktopk.report.record import Entry, has_checkpoint
 from oktopk.stats import PHASES
 
 RECENT = 50
@@ -27,6 +27,9 @@ class Seen:
     losses: list[float] = field(default_factory=list)
     validated: list[Entry] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    resumable: bool = False
+    """Whether the run has a checkpoint."""
+
     skipped: int = 0
     sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
     as_dense: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
@@ -82,6 +85,7 @@ class Watched:
     """A journal and what was seen of it."""
 
     def __init__(self, journal: Path) -> None:
+        self._folder = journal.parent
         self._follower = Follower(journal)
         self.seen = Seen()
 
@@ -92,4 +96,5 @@ class Watched:
             self.seen = Seen()
         for entry in entries:
             self.seen.take(entry)
+        self.seen.resumable = has_checkpoint(self._folder)
         return self.seen

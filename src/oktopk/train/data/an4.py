@@ -11,13 +11,24 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from oktopk.files import FileError, first_line, is_file, one_line, read_text
 from oktopk.train.data.audio import RATE, byte_order, read_audio, read_raw, silent, write_wav
 from oktopk.train.data.labels import unknown
-from oktopk.train.data.manifest import Utterance, clean, pruned, speaker, write_manifest
+from oktopk.train.data.manifest import (
+    Utterance,
+    check,
+    clean,
+    find_manifests,
+    pruned,
+    read_manifest,
+    speaker,
+    write_manifest,
+)
 from oktopk.train.data.problems import DataError
 
 KINDS = (".raw", ".sph", ".wav", ".flac")
 PARTS = {"train": "train", "test": "val"}  # CMU's names, and those of the reference's manifests
+MOST_UNPACKED = 4 * 10**9  # bytes; AN4 has 64 million
 LOOKED_AT = 25  # raw files that decide on the byte order
 
 
@@ -35,11 +46,31 @@ def convert(source: Path, out: Path, prune: bool = False) -> tuple[Path, Path]:
         problems += _shared_speakers(listed)
         if problems:
             raise DataError(problems)
-        manifests = [
-            _write(out, part, [(path.stem, recordings[path], text) for path, text in items], prune)
-            for part, items in listed.items()
-        ]
-    return manifests[0], manifests[1]
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as draft:
+            for part, items in listed.items():
+                found = [(path.stem, recordings[path], text) for path, text in items]
+                _write(Path(draft), part, found, prune)
+            _check(Path(draft), out)
+            return _publish(Path(draft), out)
+
+
+def _check(draft: Path, out: Path) -> None:
+    """Look at both lists as training would; what is wrong is told with the names it would have."""
+    try:
+        check(*(read_manifest(path) for path in find_manifests(draft)))
+    except DataError as error:
+        raise DataError(text.replace(str(draft), str(out)) for text in error.problems) from error
+
+
+def _publish(draft: Path, out: Path) -> tuple[Path, Path]:
+    """Move everything to its place, the manifests last."""
+    manifests = find_manifests(draft)
+    for path in [*sorted(draft.glob("*/*")), *manifests]:
+        target = out / path.relative_to(draft)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(target)
+    return out / manifests[0].name, out / manifests[1].name
 
 
 @contextmanager
@@ -53,10 +84,24 @@ def _opened(source: Path) -> Iterator[Path]:
     with TemporaryDirectory() as folder:
         try:
             with tarfile.open(source) as archive:
-                archive.extractall(folder, filter="data")
-        except (tarfile.TarError, EOFError, OSError) as error:
-            raise DataError([f"{source} cannot be unpacked: {error}"]) from error
+                archive.extractall(folder, _of_bounded_size(archive), filter="data")
+        except DataError:
+            raise
+        except Exception as error:  # a damaged archive may raise any of tarfile, gzip, bz2 or lzma
+            problem = f"{source} cannot be unpacked ({first_line(error)}): copy it again"
+            raise DataError([problem]) from error
         yield _root(Path(folder), source)
+
+
+def _of_bounded_size(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The members, as long as they do not unpack to more than AN4 could be."""
+    unpacked = 0
+    for member in archive:
+        unpacked += member.size
+        if unpacked > MOST_UNPACKED:
+            gigabytes = MOST_UNPACKED / 1e9
+            raise DataError([f"{archive.name} unpacks to more than {gigabytes:g} GB: not AN4"])
+        yield member
 
 
 def _root(folder: Path, source: Path) -> Path:
@@ -73,11 +118,12 @@ def _listed(root: Path, part: str, problems: list[str]) -> list[tuple[Path, str]
     listed = []
     for name in _lines(etc / f"an4_{part}.fileids"):
         stem = Path(name).name
-        found = [path for kind in KINDS if (path := root / "wav" / f"{name}{kind}").is_file()]
+        found = [path for kind in KINDS if is_file(path := root / "wav" / f"{name}{kind}")]
         text = transcripts.get(stem)
         if not found:
             kinds = ", ".join(KINDS)
-            problems.append(f"wav/{name} ({kinds}) is missing; an4_{part}.fileids lists it")
+            shown = one_line(name)
+            problems.append(f"wav/{shown} ({kinds}) is missing; an4_{part}.fileids lists it")
         elif text is None:
             problems.append(f"{stem} has no line in an4_{part}.transcription")
         elif not text or unknown(text):
@@ -91,7 +137,11 @@ def _listed(root: Path, part: str, problems: list[str]) -> list[tuple[Path, str]
 def _lines(path: Path) -> list[str]:
     if not path.is_file():
         raise DataError([f"{path} is missing"])
-    return [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    try:
+        text = read_text(path)
+    except FileError as error:
+        raise DataError([str(error)]) from error
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def _transcript(line: str) -> tuple[str, str]:

@@ -6,6 +6,7 @@ their headers promise are compared with the file first.
 
 from __future__ import annotations
 
+import re
 import wave
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from oktopk.files import is_file, one_line
 from oktopk.train.data.problems import DataError, extra
 
 RATE = 16_000
 FULL_SCALE = 32_768
 SILENCE = 2 / FULL_SCALE  # no sample departs further from the mean: a recording of nothing
 SHORTEST = 320  # samples in one window of the spectrogram
+LONGEST = 3600 * RATE  # samples of all channels: what is decoded at once must fit the memory
 BYTE_ORDERS = {"big": ">i2", "little": "<i2"}
 
 
@@ -33,7 +36,7 @@ def read_audio(path: Path) -> np.ndarray:
     sound = extra("soundfile")
     try:
         samples, _ = sound.read(path, dtype="float32", always_2d=True)
-    except sound.LibsndfileError as error:
+    except (sound.SoundFileError, RuntimeError, ValueError, MemoryError) as error:
         raise DataError([f"{path} cannot be decoded ({error}): copy it again"]) from error
     if len(samples) < info.frames:
         message = f"{path} is truncated: {len(samples)} of {info.frames} samples; copy it again"
@@ -43,7 +46,9 @@ def read_audio(path: Path) -> np.ndarray:
 
 def read_raw(path: Path, byte_order: str) -> np.ndarray:
     """Samples of a headerless 16-bit file as float32 in [-1, 1)."""
-    data = path.read_bytes() if path.is_file() else None
+    if is_file(path) and path.stat().st_size > 2 * LONGEST:
+        raise DataError([f"{path} has more than {LONGEST} samples: cut it into utterances"])
+    data = path.read_bytes() if is_file(path) else None
     if problem := _size_problem(path, data):
         raise DataError([problem])
     return np.frombuffer(data or b"", BYTE_ORDERS[byte_order]).astype(np.float32) / FULL_SCALE
@@ -93,8 +98,8 @@ def _roughness(paths: list[Path], kind: str) -> float:
 
 
 def _header(path: Path) -> Any:
-    if not path.is_file():
-        raise DataError([f"{path} is missing"])
+    if not is_file(path):
+        raise DataError([f"{one_line(path)} is missing"])
     if path.stat().st_size == 0:
         raise DataError([f"{path} is empty: copy it again"])
     if path.suffix == ".raw":
@@ -102,13 +107,16 @@ def _header(path: Path) -> Any:
     sound = extra("soundfile")
     try:
         info = sound.info(path)
-    except sound.LibsndfileError as error:
+    except (sound.SoundFileError, RuntimeError, ValueError) as error:
         raise DataError([f"{path} is not a WAV, FLAC or sphere file ({error})"]) from error
     promised, size = _promised_bytes(path), path.stat().st_size
     if promised > size:
         raise DataError([f"{path} is truncated: {size} of {promised} bytes; copy it again"])
     if info.samplerate != RATE:
         message = f"{path} has {info.samplerate} samples per second: resample it to {RATE}"
+        raise DataError([message])
+    if info.frames * info.channels > LONGEST:
+        message = f"{path} has {info.frames} samples, more than an hour: cut it into utterances"
         raise DataError([message])
     if info.frames < SHORTEST:
         message = f"{path} has {info.frames} samples: at least {SHORTEST} make one spectrum"
@@ -151,7 +159,8 @@ def _sphere_bytes(start: bytes) -> int:
     fields |= {words[0]: words[2] for line in lines[2:] if len(words := line.split(None, 2)) == 3}
     names = ("sample_count", "sample_n_bytes", "channel_count")
     sizes = [fields.get(name, "?").strip() for name in names]
-    if not all(size.isdigit() for size in sizes):
+    sizes += [line.strip() for line in lines[1:2]]  # of the header itself
+    if len(sizes) < 4 or not all(re.fullmatch("[0-9]{1,12}", size) for size in sizes):
         return 0
-    count, width, channels = map(int, sizes)
-    return int(lines[1]) + count * width * channels
+    count, width, channels, header = map(int, sizes)
+    return header + count * width * channels

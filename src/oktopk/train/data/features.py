@@ -108,10 +108,17 @@ def open_spectra(
         _build(utterances, path, progress)
     count = len(utterances)
     size = path.stat().st_size
+    damaged = DataError([f"{path} is damaged: remove it, it will be made again"])
+    if size < (8 + 4 * BINS) * count:
+        raise damaged
     content = torch.from_file(str(path), size=size, dtype=torch.uint8)
     frames = content[: 8 * count].view(torch.int64).clone()
-    if size != 8 * count + 4 * BINS * int(frames.sum()):
-        raise DataError([f"{path} is damaged: remove it, it will be made again"])
+    # each by itself first: a sum of huge numbers may overflow to the right one
+    most = size // (4 * BINS)
+    if not bool(((frames > 0) & (frames <= most)).all()) or (
+        size != 8 * count + 4 * BINS * int(frames.sum())
+    ):
+        raise damaged
     rows = content[8 * count :].view(torch.float32).view(-1, BINS)
     return Spectra(frames, frames.cumsum(0) - frames, rows)
 

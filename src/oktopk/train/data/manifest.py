@@ -9,9 +9,11 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
+from oktopk.files import FileError, is_file, one_line, read_text
 from oktopk.train.data.audio import duration, read_audio, silent
 from oktopk.train.data.labels import unknown
 from oktopk.train.data.problems import DataError
@@ -51,13 +53,14 @@ def read_manifest(path: str | Path) -> list[Utterance]:
 
 def rows(path: Path) -> list[tuple[int, list[str]]]:
     """The line numbers and cells of a manifest; empty lines are left out."""
-    if not path.is_file():
-        raise DataError([f"{path} is missing: `oktopk data an4` or `oktopk data speak` makes one"])
+    if not is_file(path):
+        raise DataError(
+            [f"{one_line(path)} is missing: `oktopk data an4` or `oktopk data speak` makes one"]
+        )
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file)
-            found = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if row]
-    except (UnicodeDecodeError, csv.Error) as error:
+        reader = csv.reader(StringIO(read_text(path), newline=""))
+        found = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if row]
+    except (FileError, csv.Error) as error:
         raise DataError([f"{path} is not a list in UTF-8: {error}"]) from error
     if not found:
         raise DataError([f"{path} lists nothing"])
@@ -182,10 +185,13 @@ def _utterance(folder: Path, row: list[str]) -> Utterance:
         seconds = duration(audio)
     except DataError as error:
         problems += [_stranger(row[0], problem) for problem in error.problems]
-    if transcript.is_file():
-        text = clean(transcript.read_text(encoding="utf-8", errors="replace"))
+    if is_file(transcript):
+        try:
+            text = clean(read_text(transcript))
+        except FileError as error:
+            problems.append(str(error))
     else:
-        problems.append(_stranger(row[1], f"{transcript} is missing"))
+        problems.append(_stranger(row[1], f"{one_line(transcript)} is missing"))
     if problems:
         raise DataError(problems)
     return Utterance(audio, text, seconds)

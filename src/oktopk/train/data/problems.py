@@ -6,10 +6,13 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
+from oktopk.extras import require
+from oktopk.files import FileError
+
 SHOWN = 20
 
 
-class DataError(ValueError):
+class DataError(FileError):
     """Data that cannot be trained on. `problems` has one line for each thing to repair."""
 
     def __init__(self, problems: Iterable[str]) -> None:
@@ -30,11 +33,6 @@ class DataError(ValueError):
 
 
 def extra(module: str) -> Any:
-    """A module of the `train` extra, or a message that says how to install it."""
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        message = f"{module} is not installed: pip install 'oktopk[train]'"
-        raise DataError([message]) from error
+    """A module of the `train` extra, or an error that says how to install it."""
+    require("reading and writing recordings", module)
+    return import_module(module)

@@ -6,6 +6,7 @@ import os
 from collections import defaultdict
 from pathlib import Path
 
+from oktopk.files import FileError, read_text
 from oktopk.train.data.audio import duration
 from oktopk.train.data.manifest import Utterance, clean, pruned, rows, write_manifest
 from oktopk.train.data.problems import DataError
@@ -46,7 +47,10 @@ def _pair(row: list[str], root: Path, names: dict[str, list[Path]]) -> tuple[Utt
     if len(row) != 2:
         raise DataError([f"expected `recording,transcript`, found {len(row)} cells"])
     audio, transcript = (_found(cell, root, names) for cell in row)
-    text = clean(transcript.read_text(encoding="utf-8", errors="replace"))
+    try:
+        text = clean(read_text(transcript))
+    except FileError as error:
+        raise DataError([str(error)]) from error
     return Utterance(audio, text, duration(audio)), transcript
 
 

@@ -22,6 +22,7 @@ from oktopk.train.data.problems import DataError, extra
 from oktopk.train.data.sentences import sentence
 
 TRAIN, TEST, SEED = 800, 100, 1
+MOST = 10**6
 
 ACCENTS = {
     "us": "en-us",
@@ -70,6 +71,8 @@ def speak(
     """
     if min(train, test) < 1:
         raise DataError([f"cannot speak {train} training and {test} test utterances: one at least"])
+    if max(train, test) > MOST:
+        raise DataError([f"cannot speak {max(train, test):.0e} utterances: at most {MOST:,}"])
     if seed < 0:
         raise DataError([f"the seed must not be negative, got {seed}"])
     parts = [_cast("train", train, seed), _cast("val", test, seed)]

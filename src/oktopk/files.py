@@ -1,0 +1,148 @@
+"""Reading files that somebody else may have written or damaged, and writing files whole.
+
+Every reader checks what it reads and raises `FileError`, which names the file, the place in it and
+what to do. A writer leaves the old file or the new one, never a part.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import secrets
+import stat
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+T = TypeVar("T")
+
+MOST_BYTES = 64 * 2**20
+"""The largest text file that is read into memory."""
+SHOWN = 300
+"""Characters of another library's message that are passed on."""
+
+
+class FileError(ValueError):
+    """A file that cannot be used. The message is one line: `PATH: place: problem; advice`."""
+
+
+def file_error(path: Path | str, problem: str, *, place: str = "", advice: str = "") -> FileError:
+    """The error for a file, with the place in it and what to do where they are known."""
+    where = f"{path}: {place}" if place else str(path)
+    return FileError(f"{where}: {one_line(problem)}" + (f"; {advice}" if advice else ""))
+
+
+def one_line(text: object) -> str:
+    """Any text as one line of limited length; what cannot be printed is escaped."""
+    line = " ".join(str(text).encode("utf-8", "backslashreplace").decode().split())
+    return line if len(line) <= SHOWN else f"{line[:SHOWN]}..."
+
+
+def first_line(error: Exception) -> str:
+    """The type of an error and the first line of what it says."""
+    lines = str(error).splitlines() or [""]
+    return one_line(f"{type(error).__name__}: {lines[0]}")
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file. A name longer than the file system allows is not an error."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """The content of a regular file of at most `most` bytes: a device or a pipe may never end."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise file_error(path, "is not a regular file", advice="give the path of a file")
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        raise file_error(path, f"cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        if isinstance(error, FileError):
+            raise
+        raise file_error(path, f"cannot be read ({error})") from error  # a NUL in its name
+    if len(content) > most:
+        raise file_error(path, f"has more than {most} bytes", advice="is it the right file?")
+    return content
+
+
+def read_text(path: Path, most: int = MOST_BYTES) -> str:
+    """The content as UTF-8, without a byte order mark."""
+    content = read_bytes(path, most)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        found = f"byte 0x{content[error.start]:02x} is not UTF-8"
+        raise file_error(path, found, place=f"line {line}", advice="save it as UTF-8") from error
+
+
+def parse_toml(text: str, path: Path | str) -> dict[str, Any]:
+    """The values of a TOML text, which came from `path`."""
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting
+        raise file_error(path, f"is not valid TOML ({error})", advice="correct the file") from error
+
+
+def read_json(path: Path, kind: type[T], advice: str = "") -> T:
+    """The JSON of a file as `kind`: a msgspec struct or any annotation that msgspec knows."""
+    content = read_bytes(path)
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (ValueError, RecursionError) as error:
+        problem, place = _told(error)
+        raise file_error(path, problem, place=place, advice=advice) from error
+
+
+def checked(value: Any, kind: type[T], path: Path | str, advice: str = "") -> T:
+    """A value that was read from `path`, once it has the types of `kind`."""
+    try:
+        return msgspec.convert(value, kind)
+    except (ValueError, RecursionError) as error:
+        problem, place = _told(error)
+        raise file_error(path, problem, place=place, advice=advice) from error
+
+
+def _told(error: Exception) -> tuple[str, str]:
+    """What msgspec says is wrong, and where: it writes "Expected `int` - at `$.step`"."""
+    problem, _, place = str(error).partition(" - at ")
+    return problem, place.replace("`", "").removeprefix("$.").replace("$", "the whole file")
+
+
+def read_tensors(path: Path) -> Any:
+    """What `torch.save` wrote: tensors and plain values only, never code, on the CPU."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise file_error(path, f"cannot be read ({error.strerror or error})") from error
+    except pickle.UnpicklingError as error:  # torch's text advises to run the code in it
+        problem = "is damaged, or holds more than tensors and plain values (weights_only)"
+        raise file_error(path, problem) from error
+    except Exception as error:  # a damaged pickle or archive may raise any exception
+        problem = f"is damaged, or was not written by torch.save ({first_line(error)})"
+        raise file_error(path, problem) from error
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write a file so that a full disk or a crash leaves the one that was there before."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        with draft.open("x", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)

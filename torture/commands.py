@@ -1,0 +1,429 @@
+"""Faults of real runs: `oktopk train` on a tiny spoken corpus, with its launcher or torchrun's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torture.faults import Kind, SkippedError, Trial
+from torture.ranks import digest
+from torture.verdicts import Finding
+from torture.world import ABORTED
+
+BOUND = 75.0
+ORPHANS = 40.0
+"""Seconds that workers have to save and leave when their launcher was killed."""
+MARK = "OKTOPK_TORTURE"
+TRAIN = [sys.executable, "-m", "oktopk", "train"]
+TINY = shlex.split(
+    "--hidden 8 --layers 2 --bidirectional --channels 2 --batch 2 --optimizer adamw --lr 0.01 "
+    "--density 0.1 --warmup-steps 3 --validate-batch 3 --validate-every 1 --log-every 1 "
+    "--timeout 8 --checkpoint-every 2 --epochs 2"
+)
+STEPS = 12  # 26 utterances, 2 ranks with batches of 2, 2 epochs
+OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "OMPI", "PMI", "SLURM")
+
+
+@dataclass(slots=True)
+class Done:
+    """How a command ended: its exit code, None when it had to be killed, and all it said."""
+
+    code: int | None
+    said: str
+
+
+def corpus(trial: Trial) -> str:
+    """A spoken corpus, made once."""
+    folder = trial.folder.parent / "corpus"
+    with trial.lock:
+        if not folder.exists():
+            speak = [sys.executable, "-m", "oktopk", "data", "speak", "--out", f"{folder}-"]
+            speak += ["--train", "26", "--test", "7", "--seed", "3"]
+            subprocess.run(speak, check=True, capture_output=True, timeout=BOUND)
+            Path(f"{folder}-").rename(folder)
+    return str(folder)
+
+
+def flags(trial: Trial, runs: Path, *more: str) -> list[str]:
+    return [*TINY, "--data", corpus(trial), "--runs", str(runs), "--name", "tiny", *more]
+
+
+def environment(trial: Trial, **more: str) -> dict[str, str]:
+    kept = {n: v for n, v in os.environ.items() if not n.startswith((*OF_LAUNCHERS, "OKTOPK"))}
+    return kept | {MARK: str(trial.folder)} | more
+
+
+def left_behind(trial: Trial) -> list[int]:
+    """Processes of this trial that are still there."""
+    found, mark = [], f"{MARK}={trial.folder}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+@contextlib.contextmanager
+def started(
+    trial: Trial, command: list[str], log: str = "first.log", **env: str
+) -> Iterator[tuple[subprocess.Popen, Callable[[float], Done]]]:
+    """A command, and a function that waits for its end within a bound; nothing is left of it."""
+    path = trial.folder / log
+    with path.open("wb") as said:
+        process = subprocess.Popen(
+            command,
+            env=environment(trial, **env),
+            cwd=trial.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+        )
+
+    def end(bound: float) -> Done:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(bound)
+        return Done(process.poll(), path.read_text(errors="replace"))
+
+    try:
+        yield process, end
+    finally:
+        process.kill()
+        process.wait()
+
+
+def finish(trial: Trial, command: list[str], log: str, bound: float = BOUND, **env: str) -> Done:
+    with started(trial, command, log, **env) as (_, end):
+        return end(bound)
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps in the journal, as far as it was written."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in (folder / "metrics.jsonl").read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                entry = json.loads(line)
+                found += [entry["step"]] if entry.get("kind") == "step" else []
+    return found
+
+
+def saving(folder: Path) -> bool:
+    """Whether a checkpoint is being written now."""
+    paths = list(folder.glob("checkpoints/step-*"))
+    return any(not (path / "complete.json").exists() for path in paths)
+
+
+MOMENTS: dict[str, tuple[Callable[[Path], bool], float]] = {
+    "start-up": (lambda folder: True, 6.0),
+    "dense": (lambda folder: len(steps_in(folder)) >= 1, 0.1),
+    "sparse": (lambda folder: len(steps_in(folder)) >= 4, 0.2),
+    "checkpoint": (saving, 0.01),
+    "validation": (lambda folder: len(steps_in(folder)) >= STEPS // 2, 0.2),
+    "shutdown": (lambda folder: len(steps_in(folder)) >= STEPS, 1.5),
+}
+"""When something happens: what must be seen in the folder, and up to how long after."""
+
+
+def wait_for(trial: Trial, process: subprocess.Popen, folder: Path, moment: str) -> None:
+    seen, after = MOMENTS[moment]
+    deadline = time.monotonic() + BOUND
+    while process.poll() is None and time.monotonic() < deadline and not seen(folder):
+        time.sleep(0.002)
+    time.sleep(trial.rng.uniform(0, after))
+
+
+def worker(process: subprocess.Popen, variable: str) -> int | None:
+    """The child of a launcher that has this in its environment; None when it is gone."""
+    deadline = time.monotonic() + 20
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+            for pid in children.split():
+                if variable.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    return int(pid)
+        time.sleep(0.02)
+    return None
+
+
+def weights(folder: Path) -> str:
+    """The bits of the model in the newest checkpoint."""
+    newest = max(folder.glob("checkpoints/step-*/complete.json"), default=None)
+    if newest is None:
+        return ""
+    return digest(torch.load(newest.with_name("common.pt"), weights_only=True)["model"])
+
+
+def reference(trial: Trial) -> str:
+    """The bits of the run that nothing happens to."""
+    runs = trial.folder.parent / "reference-runs"
+    given = flags(trial, runs, "--workers", "2")
+    with trial.lock:
+        if not runs.exists():
+            done = finish(trial, [*TRAIN, *given], "reference.log")
+            assert done.code == 0, done.said
+            assert steps_in(runs / "tiny") == list(range(STEPS)), steps_in(runs / "tiny")
+    return weights(runs / "tiny")
+
+
+def plain_words(done: Done, *names: str, what: str = "the command") -> list[Finding]:
+    """It ended, without a traceback, and said one of these names."""
+    if done.code is None:
+        return [Finding("hang", f"{what} was still there after {BOUND:g} s: {done.said[-400:]}")]
+    if "Traceback (most recent" in done.said or ABORTED.search(done.said):
+        return [Finding("unclear", f"{what} ended with a traceback: {done.said[-1200:]}")]
+    if done.code and names and not any(name in done.said for name in names):
+        wanted = " or ".join(names)
+        return [Finding("unclear", f"{what} does not say {wanted}: {done.said[-600:]}")]
+    return []
+
+
+def same_end(trial: Trial, done: Done, folder: Path) -> list[Finding]:
+    """It finished with the bits of the reference, and no step is missing from the journal."""
+    if done.code is None:
+        return [Finding("hang", f"the run did not end: {done.said[-400:]}")]
+    if done.code:
+        return [Finding("lost", f"it did not finish ({done.code}): {done.said[-900:]}")]
+    if weights(folder) != reference(trial):
+        return [Finding("difference", "it ended with other weights than the reference")]
+    if steps_in(folder) != list(range(STEPS)):
+        return [Finding("lost", f"the steps in the journal are {steps_in(folder)}")]
+    return []
+
+
+def none_left(trial: Trial, bound: float = 5.0) -> list[Finding]:
+    deadline = time.monotonic() + bound
+    while (left := left_behind(trial)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return [Finding("hang", f"processes {left} were left behind")] if left else []
+
+
+def resumed(trial: Trial, command: list[str], folder: Path) -> list[Finding]:
+    again = finish(trial, [*command, "--resume"], "second.log")
+    return plain_words(again) + same_end(trial, again, folder)
+
+
+def hit(whom: str, *numbers: signal.Signals) -> Kind:
+    """A rank or the launcher gets a signal at some moment; afterwards the run is resumed."""
+
+    def kind(trial: Trial) -> list[Finding]:
+        reference(trial)
+        runs, number = trial.folder / "runs", trial.rng.choice(numbers)
+        moment, victim = trial.rng.choice(list(MOMENTS)), trial.rng.randrange(2)
+        trial.what = f"{number.name} to {whom} {victim if whom == 'rank' else ''} in {moment}"
+        command = [*TRAIN, *flags(trial, runs, "--workers", "2")]
+        with started(trial, command) as (process, end):
+            wait_for(trial, process, runs / "tiny", moment)
+            pid = process.pid if whom == "launcher" else worker(process, f"OKTOPK_RANK={victim}")
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            done = end(BOUND)
+        killed = whom == "launcher" and number == signal.SIGKILL
+        found = none_left(trial, ORPHANS if killed else 5.0)
+        if whom == "launcher" or number in (signal.SIGTERM, signal.SIGINT):
+            found += plain_words(done)
+        else:
+            found += plain_words(done, f"rank {victim}")
+        return found or resumed(trial, command, runs / "tiny")
+
+    return kind
+
+
+def stopped_launcher(trial: Trial) -> list[Finding]:
+    """The launcher stops for a while: nothing comes of it."""
+    runs, moment = trial.folder / "runs", trial.rng.choice(list(MOMENTS))
+    trial.what = f"the launcher stops for 2 s in {moment}"
+    with started(trial, [*TRAIN, *flags(trial, runs, "--workers", "2")]) as (process, end):
+        wait_for(trial, process, runs / "tiny", moment)
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGSTOP)
+            time.sleep(2)
+            os.kill(process.pid, signal.SIGCONT)
+        done = end(BOUND)
+    return none_left(trial) + plain_words(done) + same_end(trial, done, runs / "tiny")
+
+
+def restarted(trial: Trial) -> list[Finding]:
+    """torchrun starts the workers again after one was killed: the same bits."""
+    runs, moment = trial.folder / "runs", trial.rng.choice(list(MOMENTS)[:-1])
+    trial.what = f"rank killed under torchrun in {moment}"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    torchrun += ["2", "--max-restarts", "2", "--monitor-interval", "0.2", "-m", "oktopk", "train"]
+    with started(trial, [*torchrun, *flags(trial, runs, "--resume")]) as (process, end):
+        wait_for(trial, process, runs / "tiny", moment)
+        pid = worker(process, f"LOCAL_RANK={trial.rng.randrange(2)}")
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        done = end(2 * BOUND)
+    return none_left(trial) + same_end(trial, done, runs / "tiny")
+
+
+def damaged(trial: Trial) -> list[Finding]:
+    """The newest checkpoint of a run that was killed is damaged: the one before it is taken."""
+    reference(trial)
+    runs = trial.folder / "runs"
+    folder, command = runs / "tiny", [*TRAIN, *flags(trial, runs, "--workers", "2")]
+    with started(trial, command) as (process, _):
+        deadline = time.monotonic() + BOUND
+        while process.poll() is None and time.monotonic() < deadline:
+            if len(list(folder.glob("checkpoints/*/complete.json"))) >= 2:
+                break
+            time.sleep(0.002)
+    left = none_left(trial, ORPHANS)
+    newest = max(folder.glob("checkpoints/*/complete.json")).parent
+    name = trial.rng.choice(("common.pt", "rank-0.pt", "rank-1.pt", "complete.json"))
+    how = trial.rng.choice(list(DAMAGES))
+    trial.what = f"{newest.name}/{name}: {how}"
+    DAMAGES[how](newest / name, trial.rng.random())
+    again = finish(trial, [*command, "--resume"], "second.log")
+    words = plain_words(again)
+    refusal = how == "renamed" and bool(again.code)  # also right: it is not what its name says
+    return left + words + ([] if refusal else same_end(trial, again, folder))
+
+
+def _cut(path: Path, at: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(at * path.stat().st_size)])
+
+
+def _flip(path: Path, at: float) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(at * len(content))] ^= 255
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path, float], Any]] = {
+    "cut": _cut,
+    "flipped": _flip,
+    "deleted": lambda path, at: path.unlink(),
+    "emptied": lambda path, at: path.write_bytes(b""),
+    "a folder": lambda path, at: (path.unlink(), path.mkdir()),
+    "renamed": lambda path, at: path.parent.rename(path.parent.with_name("step-00000099")),
+    "config.toml emptied": lambda path, at: (path.parents[2] / "config.toml").write_text(""),
+    "the journal cut": lambda path, at: _cut(path.parents[2] / "metrics.jsonl", at),
+}
+
+
+def on_mount(trial: Trial, before: str, after: str, given: list[str]) -> tuple[Done, Done]:
+    """Run, change the mount, and resume, in a mount namespace of its own; the runs are copied."""
+    runs, command = trial.folder / "runs", shlex.join([*TRAIN, *given])
+    script = f"{before}\n{command} --resume > first.log 2>&1; echo $? > first.code\n{after}\n"
+    script += f"{command} --resume > second.log 2>&1; echo $? > second.code\ncp -r {runs} kept"
+    runs.mkdir()
+    unshare = ["unshare", "--mount", "sh", "-c", "mount -t tmpfs none /mnt"]
+    if shutil.which("unshare") is None or subprocess.run(unshare, check=False).returncode:
+        raise SkippedError("mounting needs root")
+    finish(trial, ["unshare", "--mount", "sh", "-ec", script], "script.log", 2 * BOUND)
+    ends = []
+    for name in ("first", "second"):
+        code, said = (trial.folder / f"{name}.{end}" for end in ("code", "log"))
+        known = int(code.read_text()) if code.exists() else None
+        ends.append(Done(known, said.read_text(errors="replace") if said.exists() else ""))
+    return ends[0], ends[1]
+
+
+def full_disk(trial: Trial) -> list[Finding]:
+    """The disk of the run is full at some moment; with more room it goes on."""
+    reference(trial)
+    runs, kilobytes = trial.folder / "runs", int(2 ** trial.rng.uniform(4, 12))
+    trial.what = f"a disk of {kilobytes} KB"
+    given = flags(trial, runs, "--workers", "2")
+    mount = f"mount -t tmpfs -o size={kilobytes}k none {runs}"
+    first, second = on_mount(trial, mount, f"mount -o remount,size=99m {runs}", given)
+    found = none_left(trial) + plain_words(first, "No space left", "space")
+    return found + plain_words(second) + same_end(trial, second, trial.folder / "kept" / "tiny")
+
+
+def read_only(trial: Trial) -> list[Finding]:
+    """A folder of the run cannot be written to; when it can, the run goes on."""
+    reference(trial)
+    runs = trial.folder / "runs"
+    below = trial.rng.choice((".", "tiny", "tiny/checkpoints", "tiny/tensorboard"))
+    trial.what = f"{below} is read-only"
+    place = shlex.quote(str(runs / below))
+    mount = f"mkdir -p {place}; mount --bind {place} {place}; mount -o remount,ro,bind {place}"
+    given = flags(trial, runs, "--workers", "2")
+    first, second = on_mount(trial, mount, f"umount {place}", given)
+    found = none_left(trial) + plain_words(first, "Read-only", "read-only")
+    if first.code == 0:
+        found.append(Finding("lost", "it ended as if everything had been written"))
+    return found + plain_words(second) + same_end(trial, second, trial.folder / "kept" / "tiny")
+
+
+DIFFERING = shlex.split(
+    "density=0.3 warmup-steps=5 epochs=3 batch=3 hidden=16 seed=5 checkpoint-every=3 method=topka "
+    "lr=0.02 accumulate=2 validate-every=2 max-steps=7 layers=1 optimizer=sgd wire=fp16 name=other"
+)
+
+
+def by_hand(trial: Trial, more: dict[int, list[str]]) -> dict[int, Done]:
+    """Ranks as a launcher of the user's own would start them; each with flags of its own."""
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        port = str(door.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    with contextlib.ExitStack() as stack:
+        ends = {}
+        for rank, words in more.items():
+            env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
+            command = [*TRAIN, *flags(trial, trial.folder / "runs"), *words]
+            begun = started(trial, command, f"rank-{rank}.log", **env)
+            ends[rank] = stack.enter_context(begun)[1]
+        deadline = time.monotonic() + BOUND
+        return {rank: end(max(0.0, deadline - time.monotonic())) for rank, end in ends.items()}
+
+
+def other_flags(trial: Trial) -> list[Finding]:
+    """One rank was started with another flag: all end, and say which."""
+    victim, (name, value) = trial.rng.randrange(2), trial.rng.choice(DIFFERING).split("=")
+    trial.what = f"rank {victim} has --{name} {value}"
+    ends = by_hand(trial, {rank: [f"--{name}", value] * (rank == victim) for rank in range(2)})
+    found = none_left(trial)
+    for rank, done in ends.items():
+        found += plain_words(done, name, name.replace("-", "_"), what=f"rank {rank}")
+    if any(done.code == 0 for done in ends.values()):
+        found.append(Finding("difference", "the run went on with different flags"))
+    return found
+
+
+def missing_rank(trial: Trial) -> list[Finding]:
+    """One rank was never started: the other one names it."""
+    here = trial.rng.randrange(2)
+    trial.what = f"only rank {here} of 2 was started"
+    done = by_hand(trial, {here: []})[here]
+    found = none_left(trial) + plain_words(done, f"rank {1 - here}", f"ranks [{1 - here}]")
+    return found + ([Finding("difference", "it went on alone")] if done.code == 0 else [])
+
+
+KINDS: dict[str, Kind] = {
+    "run-kill-rank": hit("rank", signal.SIGKILL),
+    "run-stop-rank": hit("rank", signal.SIGSTOP),
+    "run-terminate-rank": hit("rank", signal.SIGTERM, signal.SIGINT),
+    "run-kill-launcher": hit("launcher", signal.SIGKILL),
+    "run-terminate-launcher": hit("launcher", signal.SIGTERM, signal.SIGINT),
+    "run-stop-launcher": stopped_launcher,
+    "run-restart": restarted,
+    "run-damaged": damaged,
+    "run-full-disk": full_disk,
+    "run-read-only": read_only,
+    "run-flags": other_flags,
+    "run-missing-rank": missing_rank,
+}

@@ -1,0 +1,2 @@
+def feed(a,b,c):
+    return []

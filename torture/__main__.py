@@ -36,9 +36,10 @@ def arguments() -> argparse.Namespace:
     args.kinds = args.only.split(",") if args.only else [*FAULTS, *inputs.KINDS]
     if unknown := set(args.kinds) - {*FAULTS, *inputs.KINDS}:
         parser.error(f"no such kind: {', '.join(sorted(unknown))}")
-    for name, most in (("faults", 300), ("inputs", 10_000)):
+    for name, most, known in (("faults", 300, FAULTS), ("inputs", 10_000, inputs.KINDS)):
         if getattr(args, name) is None:
-            setattr(args, name, len(args.kinds) if args.only else most)
+            own = [kind for kind in args.kinds if kind in known]
+            setattr(args, name, len(own) if args.only else most)
     return args
 
 

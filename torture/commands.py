@@ -32,7 +32,7 @@ TRAIN = [sys.executable, "-m", "oktopk", "train"]
 TINY = shlex.split(
     "--hidden 8 --layers 2 --bidirectional --channels 2 --batch 2 --optimizer adamw --lr 0.01 "
     "--density 0.1 --warmup-steps 3 --validate-batch 3 --validate-every 1 --log-every 1 "
-    "--timeout 8 --checkpoint-every 2 --epochs 2"
+    "--ramp-steps 2 --timeout 8 --checkpoint-every 2 --epochs 2"
 )
 STEPS = 12  # 26 utterances, 2 ranks with batches of 2, 2 epochs
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "OMPI", "PMI", "SLURM")
@@ -241,7 +241,7 @@ def hit(whom: str, *numbers: signal.Signals) -> Kind:
         if whom == "launcher" or number in (signal.SIGTERM, signal.SIGINT):
             found += plain_words(done)
         else:
-            found += plain_words(done, f"rank {victim}")
+            found += plain_words(done, f"rank {victim}", f"ranks [{victim}]")
         return found or resumed(trial, command, runs / "tiny")
 
     return kind
@@ -325,8 +325,8 @@ DAMAGES: dict[str, Callable[[Path, float], Any]] = {
 def on_mount(trial: Trial, before: str, after: str, given: list[str]) -> tuple[Done, Done]:
     """Run, change the mount, and resume, in a mount namespace of its own; the runs are copied."""
     runs, command = trial.folder / "runs", shlex.join([*TRAIN, *given])
-    script = f"{before}\n{command} --resume > first.log 2>&1; echo $? > first.code\n{after}\n"
-    script += f"{command} --resume > second.log 2>&1; echo $? > second.code\ncp -r {runs} kept"
+    lines = [before, _noted(command, "first"), after, _noted(command, "second")]
+    script = "\n".join([*lines, f"cp -r {runs} kept"])
     runs.mkdir()
     unshare = ["unshare", "--mount", "sh", "-c", "mount -t tmpfs none /mnt"]
     if shutil.which("unshare") is None or subprocess.run(unshare, check=False).returncode:
@@ -338,6 +338,12 @@ def on_mount(trial: Trial, before: str, after: str, given: list[str]) -> tuple[D
         known = int(code.read_text()) if code.exists() else None
         ends.append(Done(known, said.read_text(errors="replace") if said.exists() else ""))
     return ends[0], ends[1]
+
+
+def _noted(command: str, name: str) -> str:
+    """The command in a script that ends with the first error, with its exit code in a file."""
+    run = f"code=0; {command} --resume > {name}.log 2>&1 || code=$?"
+    return f"{run}; echo $code > {name}.code"
 
 
 def full_disk(trial: Trial) -> list[Finding]:

@@ -1,2 +1,282 @@
-def feed(a,b,c):
+"""Feed odd inputs to readers in processes of their own, within bounds of time and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import queue
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from torture.verdicts import Finding, Result
+from torture.world import ABORTED, forkserver
+
+SECONDS, LATER = 5.0, 20.0
+"""What an input may take, and when a process that does not even say so is killed."""
+MEGABYTES, MORE_MEMORY = 400, 3 << 30
+WORKERS = 2
+
+
+class TookTooLongError(BaseException):
+    """Not an Exception, so that no reader takes it for an error of its own."""
+
+
+def prepare(base: str) -> None:
+    """Whole files to spoil: a corpus, a run with checkpoints, AN4, archives, recordings."""
+    import numpy as np
+    import soundfile
+
+    from oktopk.join import ALONE
+    from oktopk.train.command import work
+    from oktopk.train.config import Config
+    from oktopk.train.data.speak import speak
+
+    root = Path(base)
+    root.mkdir(parents=True)
+    with open(root / "prepare.log", "w") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        speak(root / "corpus", train=6, test=2, seed=3)
+        size = {"hidden": 8, "layers": 1, "channels": 2, "batch": 1, "validate_batch": 2}
+        every = {"checkpoint_every": 3, "log_every": 1, "probe_every": 2, "warmup_steps": 2}
+        places = {"name": "tiny", "runs": str(root / "runs"), "data": str(root / "corpus")}
+        work(Config(**size, **every, **places, epochs=1, density=0.1), ALONE, False)
+        for part in ("train", "test"):
+            _an4(root, part)
+        for ending, how in {"": "", ".gz": "z", ".xz": "J", ".bz2": "j"}.items():
+            path = f"an4.tar{ending}"
+            subprocess.run(["tar", f"-c{how}f", path, "an4"], cwd=root, check=True)
+        samples = (np.sin(np.arange(4000) / 9) * 9000).astype(np.int16)
+        for ending, kind in {"wav": "WAV", "flac": "FLAC", "sph": "NIST"}.items():
+            soundfile.write(root / f"one.{ending}", samples, 16_000, "PCM_16", format=kind)
+        (root / "one.raw").write_bytes(samples.astype(">i2").tobytes())
+        (root / "hosts").write_text("node1\nnode1\nnode2\nnode3\n")
+        (root / "ready").touch()
+
+
+def _an4(root: Path, part: str) -> None:
+    """The recordings of the corpus as CMU would give them."""
+    import soundfile
+
+    etc, wav = root / "an4" / "etc", root / "an4" / "wav" / part
+    etc.mkdir(parents=True, exist_ok=True)
+    wav.mkdir(parents=True)
+    names, texts = [], []
+    own = root / "corpus"
+    for path in sorted(own.rglob("*.wav"))[: 2 if part == "train" else None][-2:]:
+        samples = soundfile.read(path, dtype="int16")[0]
+        name = f"an{len(names)}-{part}-b"
+        (wav / f"{name}.raw").write_bytes(samples.astype(">i2").tobytes())
+        names.append(f"{part}/{name}\n")
+        texts.append(f"<s> YES </s> ({name})\n")
+    (etc / f"an4_{part}.fileids").write_text("".join(names))
+    (etc / f"an4_{part}.transcription").write_text("".join(texts))
+
+
+def stub() -> None:
+    """Nothing that a command would start is started: only what it reads is tried."""
+    import oktopk.bench.command
+    import oktopk.check
+    import oktopk.compare.command
+    import oktopk.sweep.command
+    import oktopk.train.command
+    import oktopk.train.data.commands
+
+    def nothing(*_: Any, **__: Any) -> int:
+        return 0
+
+    def over(*_: Any, **__: Any) -> Any:
+        sys.exit(0)
+
+    for module in (oktopk.train.command, oktopk.check, oktopk.bench.command):
+        module.start_workers = nothing  # type: ignore[attr-defined]
+    oktopk.check.joined = oktopk.bench.command.joined = over
+    oktopk.bench.network.enter = nothing  # type: ignore[assignment]
+    oktopk.train.command.work = nothing
+    oktopk.compare.command.compare = oktopk.sweep.command.sweep = nothing
+    oktopk.train.data.commands.speak = over
+
+
+def serve(pipe: Any, base: str, scratch: str) -> None:
+    """Take inputs until there are no more."""
+    stub()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    own = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (own + MORE_MEMORY, own + MORE_MEMORY))
+    signal.signal(signal.SIGALRM, _late)
+    Path(scratch).mkdir(parents=True)
+    while (task := pipe.recv()) is not None:
+        pipe.send(fed(*task, Path(base), Path(scratch)))
+
+
+def _late(*_: Any) -> None:
+    raise TookTooLongError
+
+
+def fed(kind: str, seed: int, base: Path, scratch: Path) -> tuple[str, list[Finding]]:
+    """Make one input, have it read, and judge what came of it."""
+    from torture import inputs
+
+    folder = scratch / "work"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    argv, env, here = sys.argv, dict(os.environ), os.getcwd()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    os.chdir(folder)
+    said, found, what = io.StringIO(), [], ""
+    try:
+        one = inputs.KINDS[kind](inputs.Desk(Random(f"{kind}/{seed}"), base, folder))
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            found = outcome(one, said)
+        what = one.what[:2000]
+    except Exception:  # noqa: BLE001 - one broken input must not end the others
+        found = [Finding("unclear", f"the input could not be made: {traceback.format_exc()}")]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.argv = argv
+        os.chdir(here)
+        os.environ.clear()
+        os.environ.update(env)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
+    if grown > MEGABYTES:
+        found.append(Finding("hang", f"it took {grown} MB of memory"))
+    if strange := set(os.listdir(scratch)) - {"work"}:
+        found.append(Finding("difference", f"code ran, or it wrote elsewhere: {strange}"))
+        for name in strange:
+            shutil.rmtree(scratch / name) if (scratch / name).is_dir() else (
+                scratch / name
+            ).unlink()
+    return what, found
+
+
+def outcome(one: Any, said: io.StringIO) -> list[Finding]:
+    """What is wrong with the way in which an input was taken."""
+    from torture.inputs import LostError
+
+    try:
+        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        one.call()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except TookTooLongError:
+        return [Finding("hang", f"it took more than {SECONDS:g} s")]
+    except SystemExit as ended:
+        text = f"{said.getvalue()}{ended.code if isinstance(ended.code, str) else ''}"
+        if "Traceback" in text or ABORTED.search(text):
+            return [Finding("unclear", f"a traceback: {text[-400:]}")]
+        if ended.code and not text.strip():
+            return [Finding("unclear", f"exit code {ended.code} without a word")]
+    except LostError as error:
+        return [Finding("lost", str(error))]
+    except MemoryError:
+        return [Finding("hang", f"it asked for more than {MORE_MEMORY >> 30} GB")]
+    except BaseException as error:  # noqa: BLE001 - judged by type and message
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}: {error}"
+        if not isinstance(error, one.allowed):
+            return [Finding("unclear", f"an error of no documented type: {text[:500]}")]
+        if not str(error) or (one.names and not any(name in str(error) for name in one.names)):
+            return [Finding("unclear", f"it does not say what is wrong: {text[:500]}")]
     return []
+
+
+class Feeder:
+    """A process that reads inputs; another one takes its place when it had to be killed."""
+
+    def __init__(self, base: Path, scratch: Path) -> None:
+        self._base, self._scratch = base, scratch
+        self._process: Any = None
+
+    def feed(self, kind: str, seed: int) -> Result:
+        began = time.monotonic()
+        if self._process is None:
+            self._start()
+        self._pipe.send((kind, seed))
+        what, found = "", []
+        try:
+            if self._pipe.poll(LATER):
+                what, found = self._pipe.recv()
+            else:
+                found = [Finding("hang", f"the process did not answer within {LATER:g} s")]
+                self.close(kill=True)
+        except EOFError:
+            self._process.join()
+            found = [Finding("unclear", f"the process died: {self._process.exitcode}")]
+            self.close(kill=True)
+        took = time.monotonic() - began
+        return Result(kind, seed, "inputs", what, tuple(found), seconds=took)
+
+    def _start(self) -> None:
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._pipe, theirs = forkserver().Pipe()
+        args = theirs, str(self._base), str(self._scratch)
+        self._process = forkserver().Process(target=serve, args=args, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def close(self, kill: bool = False) -> None:
+        if self._process is not None:
+            if not kill:
+                self._pipe.send(None)
+                self._process.join(5)
+            self._process.kill()
+            self._process.join()
+            self._process = None
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def feed(planned: list[tuple[str, int]], out: Path, until: float) -> Iterator[Result]:
+    """What came of every input, in the order in which they were done."""
+    if not planned:
+        return
+    base = out / "base"
+    preparing = forkserver().Process(target=prepare, args=(str(base),))
+    preparing.start()
+    preparing.join(120)
+    preparing.kill()
+    assert (base / "ready").exists(), (base / "prepare.log").read_text()[-2000:]
+    waiting: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+    for task in planned:
+        waiting.put(task)
+    done: queue.SimpleQueue[Result | None] = queue.SimpleQueue()
+
+    def work(number: int) -> None:
+        feeder = Feeder(base, out / f"scratch-{number}")
+        try:
+            while time.monotonic() < until:
+                done.put(feeder.feed(*waiting.get_nowait()))
+        except queue.Empty:
+            pass
+        finally:
+            feeder.close()
+            done.put(None)
+
+    threads = [threading.Thread(target=work, args=[number]) for number in range(WORKERS)]
+    for thread in threads:
+        thread.start()
+    yield from _until_all_ended(done, len(threads))
+    shutil.rmtree(base, ignore_errors=True)
+
+
+def _until_all_ended(done: Any, left: int) -> Iterable[Result]:
+    while left:
+        result = done.get()
+        left -= result is None
+        if result is not None:
+            yield result

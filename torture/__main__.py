@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 
 from torture import cluster, commands, faults, feeding, inputs
-from torture.faults import SkippedError, Trial
+from torture.trial import SkippedError, Trial
 from torture.verdicts import Finding, Progress, Result, write
 
 FAULTS = faults.KINDS | cluster.KINDS | commands.KINDS
@@ -29,11 +29,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--faults", type=int, help="trials with processes (300; 1 with --only)")
     parser.add_argument("--inputs", type=int, help="odd inputs (10000; 1 with --only)")
     parser.add_argument("--minutes", type=float, default=60.0, help="nothing starts after that")
-    parser.add_argument("--jobs", type=int, default=1, help="trials at a time (%(default)s)")
-    parser.add_argument("--only", help=f"kinds, with commas: {', '.join([*FAULTS, *inputs.KINDS])}")
+    parser.add_argument("--jobs", type=int, default=1, help="faults at a time (%(default)s)")
+    groups = {"faults": FAULTS, "inputs": inputs.KINDS}
+    known = ", ".join([*groups, *FAULTS, *inputs.KINDS])
+    parser.add_argument("--only", help=f"kinds, with commas: {known}")
     parser.add_argument("--out", type=Path, help="report and evidence (a new folder in the temp)")
     args = parser.parse_args()
-    args.kinds = args.only.split(",") if args.only else [*FAULTS, *inputs.KINDS]
+    asked = (args.only or "faults,inputs").split(",")
+    args.kinds = [kind for name in asked for kind in groups.get(name, [name])]
     if unknown := set(args.kinds) - {*FAULTS, *inputs.KINDS}:
         parser.error(f"no such kind: {', '.join(sorted(unknown))}")
     for name, most, known in (("faults", 300, FAULTS), ("inputs", 10_000, inputs.KINDS)):

@@ -22,8 +22,8 @@ from typing import Any
 import torch.distributed as dist
 
 from torture import ranks, world
-from torture.faults import Kind, SkippedError, Trial
 from torture.ranks import Job
+from torture.trial import Kind, SkippedError, Trial
 from torture.verdicts import Finding
 
 NEWUSER, NEWNET, PARENT_DEATH_SIGNAL = 0x10000000, 0x40000000, 1

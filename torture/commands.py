@@ -42,7 +42,9 @@ def hit(whom: str, *numbers: signal.Signals) -> Kind:
     def kind(trial: Trial) -> list[Finding]:
         reference(trial)
         runs, number = trial.folder / "runs", trial.rng.choice(numbers)
-        moment, victim = trial.rng.choice(list(MOMENTS)), trial.rng.randrange(2)
+        # a rank that stops when all the others have ended is waited for, and nobody can know better
+        moments = [name for name in MOMENTS if name != "shutdown" or number != signal.SIGSTOP]
+        moment, victim = trial.rng.choice(moments), trial.rng.randrange(2)
         trial.what = f"{number.name} to {whom} {victim if whom == 'rank' else ''} in {moment}"
         command = [*TRAIN, *flags(trial, runs, "--workers", "2")]
         with started(trial, command) as (process, end):

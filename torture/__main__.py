@@ -29,7 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--faults", type=int, help="trials with processes (300; 1 with --only)")
     parser.add_argument("--inputs", type=int, help="odd inputs (10000; 1 with --only)")
     parser.add_argument("--minutes", type=float, default=60.0, help="nothing starts after that")
-    parser.add_argument("--jobs", type=int, default=1, help="faults at a time (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="at a time (%(default)s)")
     groups = {"faults": FAULTS, "inputs": inputs.KINDS}
     known = ", ".join([*groups, *FAULTS, *inputs.KINDS])
     parser.add_argument("--only", help=f"kinds, with commas: {known}")
@@ -91,7 +91,7 @@ def main() -> int:
     print(f"{len(tried)} faults and {len(fed)} inputs, {args.minutes:g} minutes; {out}", flush=True)
     # inputs are quick: they may have a third of the time, faults the rest
     until = time.monotonic() + 60 * args.minutes * (1 if not tried else 1 / 3)
-    for result in feeding.feed(fed, out, until):
+    for result in feeding.feed(fed, out, until, args.jobs):
         results.append(result)
         progress.say("inputs", len(results), len(fed), sum(bool(r.findings) for r in results))
     number = len(results)

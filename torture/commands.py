@@ -147,7 +147,7 @@ def on_mount(trial: Trial, before: str, after: str, given: list[str]) -> tuple[D
     script = "\n".join([*lines, f"cp -r {runs} kept"])
     runs.mkdir()
     unshare = ["unshare", "--mount", "sh", "-c", "mount -t tmpfs none /mnt"]
-    if shutil.which("unshare") is None or subprocess.run(unshare, check=False).returncode:
+    if shutil.which("unshare") is None or _fails(unshare):
         raise SkippedError("mounting needs root")
     finish(trial, ["unshare", "--mount", "sh", "-ec", script], "script.log", 2 * BOUND)
     ends = []
@@ -156,6 +156,10 @@ def on_mount(trial: Trial, before: str, after: str, given: list[str]) -> tuple[D
         known = int(code.read_text()) if code.exists() else None
         ends.append(Done(known, said.read_text(errors="replace") if said.exists() else ""))
     return ends[0], ends[1]
+
+
+def _fails(command: list[str]) -> bool:
+    return bool(subprocess.run(command, capture_output=True, check=False).returncode)
 
 
 def _noted(command: str, name: str) -> str:

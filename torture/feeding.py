@@ -22,14 +22,13 @@ from typing import Any
 
 from torture import inputs
 from torture.base import prepare, stub
-from torture.desk import Desk, LostError
+from torture.desk import Desk, Input, LostError
 from torture.verdicts import Finding, Result
 from torture.world import ABORTED, forkserver
 
 SECONDS, LATER = 5.0, 20.0
 """What an input may take, and when a process that does not even say so is killed."""
 MEGABYTES, MORE_MEMORY = 400, 3 << 30
-WORKERS = 2
 
 
 class TookTooLongError(BaseException):
@@ -88,33 +87,42 @@ def fed(kind: str, seed: int, base: Path, scratch: Path) -> tuple[str, list[Find
     return what, found
 
 
-def outcome(one: Any, said: io.StringIO) -> list[Finding]:
-    """What is wrong with the way in which an input was taken."""
+def outcome(one: Input, said: io.StringIO) -> list[Finding]:
+    """Have an input read, within the bound of time."""
     try:
         signal.setitimer(signal.ITIMER_REAL, SECONDS)
-        one.call()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    except TookTooLongError:
-        return [Finding("hang", f"it took more than {SECONDS:g} s")]
-    except SystemExit as ended:
-        text = f"{said.getvalue()}{ended.code if isinstance(ended.code, str) else ''}"
-        if "Traceback" in text or ABORTED.search(text):
-            return [Finding("unclear", f"a traceback: {text[-400:]}")]
-        if ended.code and not text.strip():
-            return [Finding("unclear", f"exit code {ended.code} without a word")]
-    except LostError as error:
-        return [Finding("lost", str(error))]
-    except MemoryError:
-        return [Finding("hang", f"it asked for more than {MORE_MEMORY >> 30} GB")]
+        try:
+            one.call()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
     except BaseException as error:  # noqa: BLE001 - judged by type and message
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}: {error}"
-        if not isinstance(error, one.allowed):
-            return [Finding("unclear", f"an error of no documented type: {text[:500]}")]
-        if not str(error) or (one.names and not any(name in str(error) for name in one.names)):
-            return [Finding("unclear", f"it does not say what is wrong: {text[:500]}")]
+        wrong = complaint(error, one, said.getvalue())
+        return [Finding(*wrong)] if wrong else []
     return []
+
+
+def complaint(error: BaseException, one: Input, said: str) -> tuple[str, str] | None:
+    """What is wrong with the way in which an input was refused: the column, and what was seen."""
+    if isinstance(error, TookTooLongError):
+        return "hang", f"it took more than {SECONDS:g} s"
+    if isinstance(error, MemoryError):
+        return "hang", f"it asked for more than {MORE_MEMORY >> 30} GB"
+    if isinstance(error, LostError):
+        return "lost", str(error)
+    if isinstance(error, SystemExit):
+        text = f"{said}{error.code if isinstance(error.code, str) else ''}"
+        if "Traceback" in text or ABORTED.search(text):
+            return "unclear", f"a traceback: {text[-400:]}"
+        silent = error.code and not text.strip()
+        return ("unclear", f"exit code {error.code} without a word") if silent else None
+    where = (traceback.extract_tb(error.__traceback__) or [None])[-1]
+    place = f"{Path(where.filename).name}:{where.lineno}" if where else "nowhere"
+    text = f"{type(error).__name__} in {place}: {error}"[:500]
+    if not isinstance(error, one.allowed):
+        return "unclear", f"an error of no documented type: {text}"
+    if not str(error) or (one.names and not any(name in str(error) for name in one.names)):
+        return "unclear", f"it does not say what is wrong: {text}"
+    return None
 
 
 class Feeder:
@@ -162,7 +170,9 @@ class Feeder:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-def feed(planned: list[tuple[str, int]], out: Path, until: float) -> Iterator[Result]:
+def feed(
+    planned: list[tuple[str, int]], out: Path, until: float, processes: int
+) -> Iterator[Result]:
     """What came of every input, in the order in which they were done."""
     if not planned:
         return
@@ -188,7 +198,7 @@ def feed(planned: list[tuple[str, int]], out: Path, until: float) -> Iterator[Re
             feeder.close()
             done.put(None)
 
-    threads = [threading.Thread(target=work, args=[number]) for number in range(WORKERS)]
+    threads = [threading.Thread(target=work, args=[number]) for number in range(processes)]
     for thread in threads:
         thread.start()
     yield from _until_all_ended(done, len(threads))

@@ -151,9 +151,8 @@ def changed(rng: Random, tree: Any, draw: Callable[[Random], Any] = value) -> tu
 def _like(rng: Random, inner: Any) -> Any:
     """Another value of the same type."""
     if isinstance(inner, torch.Tensor):
-        return rng.choice(
-            (inner.double(), inner.flatten(), inner[:1], inner * math.nan, inner.long())
-        )
+        flat = inner.flatten()
+        return rng.choice((inner.double(), flat, flat[:1], inner * math.nan, inner.long()))
     if isinstance(inner, str):
         return text(rng)
     number = rng.choice((-1, 0, 2**40, 10**30))

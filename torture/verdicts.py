@@ -53,9 +53,10 @@ def rows_of(results: Iterable[Result]) -> list[dict[str, int | str]]:
     """A row per kind: trials, and how many of them failed in each way."""
     rows: dict[str, dict[str, int | str]] = {}
     for result in results:
-        empty = {"part": result.part, "kind": result.kind, "trials": 0, "skipped": 0}
+        empty = {"part": result.part, "kind": result.kind, "trials": 0, "skipped": 0, "seconds": 0}
         row = rows.setdefault(result.kind, empty | dict.fromkeys(COLUMNS, 0))
         row["skipped" if result.skipped else "trials"] += 1  # type: ignore[operator]
+        row["seconds"] += result.seconds  # type: ignore[operator]
         for column in {finding.column for finding in result.findings}:
             row[column] += 1  # type: ignore[operator]
     return sorted(rows.values(), key=lambda row: (row["part"], row["kind"]))

@@ -1,5 +1,6 @@
 # make train: a virtual environment, a spoken corpus, 4 workers with Ok-Topk on a small model.
 # make test: a virtual environment, then lint, types and tests.
+# make torture: an hour of killed processes, cut links, full disks and odd inputs (docs/torture.md).
 # make docs: a virtual environment, then the documentation site in site/.
 # Nothing else is needed beforehand. ARGS="--epochs 3" goes to oktopk train.
 VENV ?= .venv
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 
 ARGS ?=
 
-.PHONY: train test lint types pytest test-slow bench-selection docs clean
+.PHONY: train test lint types pytest test-slow torture bench-selection docs clean
 
 train: $(VENV)/.train
 	$(BIN)/oktopk train $(ARGS)
@@ -27,6 +28,10 @@ pytest: $(VENV)/.installed
 
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow
+
+# ARGS="--only kill --seed 42" repeats one trial
+torture: $(VENV)/.installed
+	$(BIN)/python -m torture $(ARGS)
 
 bench-selection: $(VENV)/.installed
 	$(BIN)/python benchmarks/selection.py

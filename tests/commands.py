@@ -70,6 +70,8 @@ def check_torchrun(words: list[str]) -> None:
 def check_python(words: list[str]) -> None:
     if words[1:3] == ["-m", "oktopk"]:
         check_oktopk(words[2:])
+    elif words[1] == "-m":
+        check_file(f"{words[2]}/__main__.py")
     else:
         check_file(words[1])
 

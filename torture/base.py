@@ -1,0 +1,86 @@
+"""What odd inputs are made from, and what keeps commands from starting anything."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def prepare(base: str) -> None:
+    """Whole files to spoil: a corpus, a run with checkpoints, AN4, archives, recordings."""
+    import numpy as np
+    import soundfile
+
+    from oktopk.join import ALONE
+    from oktopk.train.command import work
+    from oktopk.train.config import Config
+    from oktopk.train.data.speak import speak
+
+    root = Path(base)
+    root.mkdir(parents=True)
+    with open(root / "prepare.log", "w") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        speak(root / "corpus", train=6, test=2, seed=3)
+        size = {"hidden": 8, "layers": 1, "channels": 2, "batch": 1, "validate_batch": 2}
+        every = {"checkpoint_every": 3, "log_every": 1, "probe_every": 2, "warmup_steps": 2}
+        places = {"name": "tiny", "runs": str(root / "runs"), "data": str(root / "corpus")}
+        work(Config(**size, **every, **places, epochs=1, density=0.1), ALONE, False)
+        for part in ("train", "test"):
+            _an4(root, part)
+        for ending, how in {"": "", ".gz": "z", ".xz": "J", ".bz2": "j"}.items():
+            path = f"an4.tar{ending}"
+            subprocess.run(["tar", f"-c{how}f", path, "an4"], cwd=root, check=True)
+        samples = (np.sin(np.arange(4000) / 9) * 9000).astype(np.int16)
+        for ending, kind in {"wav": "WAV", "flac": "FLAC", "sph": "NIST"}.items():
+            soundfile.write(root / f"one.{ending}", samples, 16_000, "PCM_16", format=kind)
+        (root / "one.raw").write_bytes(samples.astype(">i2").tobytes())
+        (root / "hosts").write_text("node1\nnode1\nnode2\nnode3\n")
+        (root / "ready").touch()
+
+
+def _an4(root: Path, part: str) -> None:
+    """The recordings of the corpus as CMU would give them."""
+    import soundfile
+
+    etc, wav = root / "an4" / "etc", root / "an4" / "wav" / part
+    etc.mkdir(parents=True, exist_ok=True)
+    wav.mkdir(parents=True)
+    names, texts = [], []
+    own = root / "corpus"
+    for path in sorted(own.rglob("*.wav"))[: 2 if part == "train" else None][-2:]:
+        samples = soundfile.read(path, dtype="int16")[0]
+        name = f"an{len(names)}-{part}-b"
+        (wav / f"{name}.raw").write_bytes(samples.astype(">i2").tobytes())
+        names.append(f"{part}/{name}\n")
+        texts.append(f"<s> YES </s> ({name})\n")
+    (etc / f"an4_{part}.fileids").write_text("".join(names))
+    (etc / f"an4_{part}.transcription").write_text("".join(texts))
+
+
+def stub() -> None:
+    """Nothing that a command would start is started: only what it reads is tried."""
+    import oktopk.bench.command
+    import oktopk.check
+    import oktopk.compare.command
+    import oktopk.sweep.command
+    import oktopk.train.command
+    import oktopk.train.data.commands
+
+    def nothing(*_: Any, **__: Any) -> int:
+        return 0
+
+    def over(*_: Any, **__: Any) -> Any:
+        sys.exit(0)
+
+    for module in (oktopk.train.command, oktopk.check, oktopk.bench.command):
+        module.start_workers = nothing  # type: ignore[attr-defined]
+    oktopk.check.joined = oktopk.bench.command.joined = over
+    oktopk.bench.network.enter = nothing  # type: ignore[assignment]
+    oktopk.train.command.work = nothing
+    oktopk.compare.command.compare = oktopk.sweep.command.sweep = nothing
+    oktopk.train.data.commands.speak = over

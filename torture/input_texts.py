@@ -1,0 +1,180 @@
+"""Odd texts: configs, flags, what launchers leave in the environment."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+from oktopk import cli, lifeline
+from oktopk.bench import network
+from oktopk.bench.shapes import shapes_of
+from oktopk.compare.plan import SWEEP
+from oktopk.meeting import first_host, meeting_point
+from oktopk.place import LAUNCHERS, LaunchError, find_place
+from oktopk.sweep import space
+from oktopk.sweep.plan import Plan, remember
+from oktopk.train.config import FIELDS, Config, load, to_toml
+from oktopk.train.errors import RunError
+from torture import odd
+from torture.desk import Desk, Input, command
+
+
+def config_file(desk: Desk) -> Input:
+    path = desk.folder / "odd.toml"
+    lines = to_toml(Config()).splitlines()
+    if desk.rng.random() < 0.5:
+        name, new = desk.rng.choice([*FIELDS, "a.b", "x"]), desk.rng.choice(TOML)
+        lines = [line for line in lines if not line.startswith(f"{name} =")]
+        path.write_bytes("\n".join([*lines, f"{name} = {new}"]).encode("utf-8", "surrogateescape"))
+    else:
+        path.write_bytes(odd.spoilt(desk.rng, "\n".join(lines).encode()))
+    return Input("config.toml", lambda: load(str(path)), (ValueError,), ("odd.toml",))
+
+
+TOML = (
+    *(
+        "nan",
+        "inf",
+        "-inf",
+        "1e300",
+        "-1",
+        "9" * 5000,
+        "9" * 400,
+        '""',
+        '"\\u0000"',
+        "true",
+        "0x1F",
+    ),
+    *("[" * 3000 + "]" * 3000, "{a = 1}", "1979-05-27", '"' + "x" * 9999 + '"', '"a\udcff"', "[1]"),
+    *("{a=" * 3000 + "1" + "}" * 3000, "'''", "1979-05-27T07:32:00Z", "0", '"quickstart"', "1.5"),
+)
+
+
+def config_value(desk: Desk) -> Input:
+    name, new = desk.rng.choice(FIELDS), odd.value(desk.rng)
+    return Input(f"Config({name}={new!r})", lambda: Config(**{name: new}), (ValueError,), (name,))
+
+
+def flags(desk: Desk) -> Input:
+    """Any command with odd values of its flags; what it would start is stubbed."""
+    whole, words = cli.parser(), []
+    while isinstance(commands := _below(whole), dict):
+        name = desk.rng.choice(list(commands))
+        words, whole = [*words, name], commands[name]
+    own = [action for action in whole._actions if action.dest != "help"]
+    for action in own:
+        if not action.option_strings:
+            words.append(odd.text(desk.rng).lstrip("-") or "x")
+    for action in desk.rng.choices(own, k=desk.rng.randint(1, 3)) if own else ():
+        if action.option_strings:
+            new = odd.text(desk.rng)
+            words += (
+                [action.option_strings[0]]
+                if action.nargs == 0
+                else [f"{action.option_strings[0]}={new}"]
+            )
+    words += ["--once"] * (words[0] == "watch")
+    words = [word.replace("\x00", "") for word in words]  # no command line has one
+    return command(words)
+
+
+def _below(parser: argparse.ArgumentParser) -> Any:
+    found = [a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return found[0] if found else None
+
+
+VARIABLES = sorted(
+    {
+        name
+        for names in LAUNCHERS.values()
+        for some in (names.rank, names.size, names.local_rank, names.local_size)
+        for name in some
+    }
+    | {"MASTER_ADDR", "MASTER_PORT", "SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"}
+    | {"SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_NODEFILE", "PBS_VNODENUM", "PBS_NODENUM"}
+    | {"PBS_TASKNUM", "PBS_JOBID", "SLURM_LAUNCH_NODE_IPADDR", "PMIX_NAMESPACE"}
+)
+
+
+def environment(desk: Desk) -> Input:
+    """What a launcher may leave: the variables of one, some of them odd, and some of others."""
+    rng, given = desk.rng, {}
+    names = rng.choice(list(LAUNCHERS.values()))
+    for some, new in zip(
+        (names.rank, names.size, names.local_rank, names.local_size), "1212", strict=True
+    ):
+        given[rng.choice(some)] = new
+    for name in rng.sample(VARIABLES, rng.randint(1, 4)) + rng.choices(list(given), k=1):
+        given[name] = (
+            odd.text(rng).replace("\x00", "") if rng.random() < 0.8 else str(rng.randint(0, 9))
+        )
+    if rng.random() < 0.2:
+        given["PBS_NODEFILE"] = str(desk.spoilt("hosts"))
+
+    def call() -> None:
+        os.environ.update(given)
+        place = find_place()
+        if place is not None and place.size > 1:
+            meeting_point(place)
+
+    return Input(f"environment {given}", call, (LaunchError,), (*VARIABLES, "SLURM"))
+
+
+def line(desk: Desk) -> Input:
+    """OKTOPK_LINE as others may have left it; small numbers would be files of this process."""
+    new = desk.rng.choice([text for text in odd.TEXTS if not text.isdecimal() or len(text) > 5])
+
+    def call() -> None:
+        os.environ[lifeline.LINE] = new.replace("\x00", "")
+        lifeline.hold()
+
+    return Input(f"{lifeline.LINE}={new!r}", call, ())
+
+
+def of_text(what: str, read: Callable[[str], Any], *allowed: type[BaseException]) -> Any:
+    def kind(desk: Desk) -> Input:
+        new = odd.text(desk.rng)
+        return Input(f"{what} {new!r}", lambda: read(new), allowed)
+
+    return kind
+
+
+def sweep_range(text: str) -> None:
+    for name in space.SEARCHED:
+        space.parse(Config(), {name: text})
+
+
+def sweep_file(desk: Desk) -> Input:
+    """The plan that a sweep left."""
+    base = Config(runs=str(desk.folder))
+    plan = Plan("quickstart", base, space.parse(base, {"lr": "1e-3:1e-2"})[1], "wer")
+    remember(plan)
+    path = desk.folder / SWEEP
+    new, what = odd.changed(desk.rng, json.loads(path.read_text()), odd.plain)
+    path.write_text(json.dumps(new))
+    if desk.rng.random() < 0.5:
+        path.write_bytes(odd.spoilt(desk.rng, path.read_bytes()))
+        what = "spoilt"
+    return Input(
+        f"{SWEEP}: {what}",
+        lambda: remember(plan),
+        (RunError, ValueError),
+        (desk.folder.name, SWEEP),
+    )
+
+
+KINDS: dict[str, Callable[[Desk], Input]] = {
+    "config-file": config_file,
+    "config-value": config_value,
+    "flags": flags,
+    "environment": environment,
+    "line": line,
+    "node-list": of_text("SLURM list", first_host, LaunchError),
+    "rate": of_text("rate", network.check_rate, ValueError),
+    "model-size": of_text("--model", shapes_of, ValueError),
+    "sweep-range": of_text("range", sweep_range, ValueError),
+    "sweep-file": sweep_file,
+}

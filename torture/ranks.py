@@ -1,0 +1,297 @@
+"""A rank that trains a small model with `attach`, and does one thing wrong if it is told to."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # DDP imports it when the first model is wrapped
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import oktopk
+from oktopk import kernels
+from oktopk.launch import Place, joined
+
+CLASSES, WIDTH, FEATURES = 5, 48, 20
+SAVE_EVERY = 3
+PLACES = ("join", "attach", "forward", "backward", "on_step", "optimizer", "save", "leave")
+"""Where a rank can be told to fail, in the order in which a run comes by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plant:
+    """What goes wrong on a rank: an act at a place of a step, or `after` seconds of training."""
+
+    act: str
+    place: str = ""
+    step: int = 0
+    after: float = 0.0
+    number: int = 0
+    """Of the signal, for the act `signal`; bytes for `disk`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One rank's part of a run."""
+
+    rank: int
+    size: int
+    folder: str
+    address: tuple[str, int]
+    """Of the store; it lives in the process that started the ranks."""
+
+    attached: dict[str, Any]
+    steps: int = 12
+    without: int = -1
+    """A batch that is left out."""
+
+    resume_from: int = 0
+    loads: int = 0
+    """World size of the run that is resumed, if it is another."""
+
+    timeout: float = 6.0
+    dtype: str = "float32"
+    layers: int = 3
+    attaches: bool = True
+    init_sync: bool = True
+    """Whether DDP compares the models and sends that of rank 0."""
+
+    plants: tuple[Plant, ...] = ()
+    device: str = "lo"
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class PlantedError(RuntimeError):
+    """What a rank raises that was told to."""
+
+
+def warm_kernels() -> None:
+    """Compile the kernels once: the ranks are forked from the process that did."""
+    for dtype in (torch.float32, torch.float64):
+        x = torch.arange(1.0, 200.0, dtype=dtype)
+        oktopk.simulate(2, lambda comm, x=x: _reduce_twice(comm, x.clone()))
+    assert kernels.all_finite(x)
+
+
+def _reduce_twice(comm: Any, x: Tensor) -> None:
+    for method in oktopk.METHODS:
+        reducer = oktopk.Reducer(x.numel(), method=method, density=0.1, comm=comm)
+        for _ in range(3):
+            reducer.reduce_(x.clone())
+
+
+class Planted:
+    """Carries out the plants of this rank when the run comes by their place."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self.step = job, 0
+        self.handle: Any = None
+        self.model: Any = None
+
+    def at(self, place: str) -> None:
+        for plant in self._job.plants:
+            if plant.place == place and plant.step == self.step:
+                self._act(plant)
+
+    def start_clocks(self) -> None:
+        for plant in self._job.plants:
+            if plant.after:
+                timer = threading.Timer(plant.after, self._act, [plant])
+                timer.daemon = True
+                timer.start()
+
+    def _act(self, plant: Plant) -> None:
+        note(self._job, "planted", {"act": plant.act, "place": plant.place, "step": self.step})
+        if plant.act == "signal":
+            os.kill(os.getpid(), plant.number)
+            if plant.number == signal.SIGINT:
+                time.sleep(0)  # the interpreter raises KeyboardInterrupt here
+        elif plant.act == "raise":
+            raise PlantedError(f"planted in {plant.place} of step {self.step}")
+        elif plant.act == "exit":
+            sys.exit(7)
+        elif plant.act == "late":
+            time.sleep(plant.after or 1.5)
+        elif plant.act == "weights":
+            with torch.no_grad():
+                next(self.model.parameters()).view(-1)[plant.number].add_(1e-3)
+        elif plant.act == "disk":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (plant.number, plant.number))
+        elif plant.act == "state":
+            self.take_state()
+
+    def poison(self, loss: Tensor) -> Tensor:
+        """The loss, with the NaN or Inf of this step, if one is planted."""
+        for plant in self._job.plants:
+            if plant.act in ("nan", "inf") and plant.step == self.step:
+                return loss * float(plant.act)
+        return loss
+
+    def take_state(self) -> None:
+        """A state at an odd moment; refusing it is an answer too."""
+        try:
+            state = self.handle.state_dict()
+            found = {"at": json.loads(state["facts"])["engine"]["step"], "state": digest(state)}
+        except Exception as error:  # noqa: BLE001 - judged by the type and the message
+            found = {"refused": f"{type(error).__name__}: {error}"}
+        note(self._job, "odd", found)
+
+
+def note(job: Job, name: str, entry: dict[str, Any]) -> None:
+    """A line for whoever started this rank."""
+    with open(f"{job.folder}/rank-{job.rank}.{name}", "a") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def digest(value: Any) -> str:
+    """The bits of a value: tensors, and everything else as it is written."""
+    sha = hashlib.sha256()
+
+    def add(part: Any) -> None:
+        if isinstance(part, Tensor):
+            sha.update(part.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(part, dict):
+            for key, inner in part.items():
+                sha.update(str(key).encode())
+                add(inner)
+        else:
+            sha.update(str(part).encode())
+
+    add(value)
+    return sha.hexdigest()[:16]
+
+
+def build(job: Job) -> nn.Module:
+    torch.manual_seed(0)
+    inner = [nn.Linear(WIDTH, WIDTH) for _ in range(job.layers)]
+    layers = [nn.Linear(FEATURES, WIDTH), nn.LayerNorm(WIDTH), *inner, nn.Linear(WIDTH, CLASSES)]
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU()))).to(
+        getattr(torch, job.dtype)
+    )
+
+
+def batch(job: Job, step: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(1000 * job.rank + step)
+    x = torch.randn(8, FEATURES, generator=g)
+    return x.to(getattr(torch, job.dtype)), x[:, :CLASSES].argmax(1)
+
+
+def main(job: Job) -> None:
+    """A whole run, in a forked process; all that it says is in a file."""
+    with open(f"{job.folder}/rank-{job.rank}.log", "w", buffering=1) as said:
+        os.dup2(said.fileno(), sys.stdout.fileno())
+        os.dup2(said.fileno(), sys.stderr.fileno())
+        torch.set_num_threads(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = job.device
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = job.address[0], str(job.address[1])
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        planted = Planted(job)
+        planted.at("join")
+        local = (job.rank, job.size) if job.device == "lo" else (0, 1)
+        with joined(Place("torchrun", job.rank, job.size, *local), job.timeout):
+            train(job, planted)
+        planted.step = 0
+        planted.at("leave")
+        note(job, "end", {"ok": True})
+
+
+def train(job: Job, planted: Planted) -> None:
+    """The steps as a user would write them, with a checkpoint of every third."""
+    model = build(job)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.02, init_sync=job.init_sync)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    planted.model = model
+    planted.at("attach")
+    handle = None
+    if job.attaches:
+        handle = oktopk.attach(ddp, timeout=job.timeout, **job.attached)
+        handle.on_step = lambda stats: planted.at("on_step")
+        planted.handle = handle
+    hooked = [p for p in model.parameters() if p.ndim == 2][1]
+    hooked.register_hook(lambda grad: planted.at("backward"))
+    if handle is not None and job.resume_from:
+        load(job, model, optimizer, handle)
+    planted.start_clocks()
+    with _states_taken(job, planted):
+        for step in range(job.resume_from, job.steps):
+            if step != job.without:
+                planted.step = step
+                one_step(job, planted, ddp, optimizer, step)
+                after_step(job, planted, optimizer, step)
+    if handle is not None:
+        handle.close()
+
+
+def one_step(job: Job, planted: Planted, ddp: Any, optimizer: Any, step: int) -> None:
+    time.sleep(job.extra.get("pause", 0.0))
+    optimizer.zero_grad()
+    x, y = batch(job, step)
+    planted.at("forward")
+    planted.poison(cross_entropy(ddp(x), y)).backward()
+    planted.at("optimizer")
+    stats = planted.handle.stats if planted.handle is not None else None
+    if stats is None or not stats.skipped:
+        optimizer.step()
+
+
+def after_step(job: Job, planted: Planted, optimizer: Any, step: int) -> None:
+    """Write down the bits, and every few steps a checkpoint, whole or not at all."""
+    weights = dict(planted.model.named_parameters())
+    entry: dict[str, Any] = {"step": step, "weights": digest(weights)}
+    if planted.handle is not None:
+        entry["skipped"] = planted.handle.skipped_steps
+        if job.extra.get("states"):
+            entry["state"] = digest(planted.handle.state_dict())
+    note(job, "steps", entry)
+    if planted.handle is not None and (step + 1) % SAVE_EVERY == 0:
+        states = planted.model.state_dict(), optimizer.state_dict(), planted.handle.state_dict()
+        path = Path(job.folder, f"step-{step + 1}-rank-{job.rank}.pt")
+        torch.save(dict(zip(("model", "optimizer", "handle"), states, strict=True)), f"{path}.part")
+        planted.at("save")
+        os.replace(f"{path}.part", path)
+
+
+def load(job: Job, model: nn.Module, optimizer: Any, handle: Any) -> None:
+    ranks = range(job.loads) if job.loads else [job.rank]
+    paths = [f"{job.folder}/step-{job.resume_from}-rank-{rank}.pt" for rank in ranks]
+    saved = [torch.load(path, weights_only=True) for path in paths]
+    model.load_state_dict(saved[0]["model"])
+    optimizer.load_state_dict(saved[0]["optimizer"])
+    states = [each["handle"] for each in saved]
+    handle.load_state_dict(states if job.loads else states[0])
+    if job.loads:
+        torch.save(handle.state_dict()["residuals"], f"{job.folder}/taken-over-{job.rank}.pt")
+
+
+@contextlib.contextmanager
+def _states_taken(job: Job, planted: Planted) -> Any:
+    """States from another thread all the time, where that is planted."""
+    over = threading.Event()
+
+    def take() -> None:
+        while not over.wait(0.003):
+            planted.take_state()
+
+    asked = any(plant.act == "states from a thread" for plant in job.plants)
+    thread = threading.Thread(target=take, daemon=True)
+    if asked:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if asked:
+            thread.join(5)

@@ -42,12 +42,18 @@ def hit(whom: str, *numbers: signal.Signals) -> Kind:
     def kind(trial: Trial) -> list[Finding]:
         reference(trial)
         runs, number = trial.folder / "runs", trial.rng.choice(numbers)
-        # a rank that stops when all the others have ended is waited for, and nobody can know better
-        moments = [name for name in MOMENTS if name != "shutdown" or number != signal.SIGSTOP]
+        # A rank that stops when all the others have ended is waited for: nobody knows better. And
+        # nothing can be done about a rank that is interrupted while Python imports torch.
+        not_tried = {
+            signal.SIGSTOP: "shutdown",
+            signal.SIGINT: "start-up" if whom == "rank" else "",
+        }
+        moments = [name for name in MOMENTS if name != not_tried.get(number)]
         moment, victim = trial.rng.choice(moments), trial.rng.randrange(2)
         trial.what = f"{number.name} to {whom} {victim if whom == 'rank' else ''} in {moment}"
         command = [*TRAIN, *flags(trial, runs, "--workers", "2")]
         with started(trial, command) as (process, end):
+            worker(process, "OKTOPK_RANK=0")  # now the launcher has begun
             wait_for(trial, process, runs / "tiny", moment)
             pid = process.pid if whom == "launcher" else worker(process, f"OKTOPK_RANK={victim}")
             if pid is not None:

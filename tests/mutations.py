@@ -55,12 +55,12 @@ def odd(value: Any, seed: int) -> Any:
     for _ in range(chance.randint(1, 3)):
         places = list(_places(value))
         if not places:
-            return chance.choice(ODD_VALUES)
+            return copy.deepcopy(chance.choice(ODD_VALUES))
         holder, key = chance.choice(places)
         if isinstance(holder, dict) and chance.random() < 0.2:
             del holder[key]
         else:
-            holder[key] = chance.choice(ODD_VALUES)
+            holder[key] = copy.deepcopy(chance.choice(ODD_VALUES))
     return value
 
 

@@ -118,7 +118,7 @@ def test_journals_with_damaged_bytes(tmp_path, no_plots):
     settings = (folder / "config.toml").read_bytes()
     look(folder)
     assert not read(folder).problems
-    for seed in SEEDS:
+    for seed in SEEDS[::2]:
         (folder / "metrics.jsonl").write_bytes(damaged(content, seed))
         (folder / "config.toml").write_bytes(damaged(settings, seed) if seed % 3 else settings)
         look(folder, seed)
@@ -127,7 +127,7 @@ def test_journals_with_damaged_bytes(tmp_path, no_plots):
 def test_journals_with_odd_values(tmp_path, no_plots):
     """A line that does not fit is passed over, and its number is told."""
     folder = tmp_path / "runs" / "a"
-    for seed in SEEDS:
+    for seed in SEEDS[::2]:
         entries = odd(JOURNAL, seed)
         folder.mkdir(parents=True, exist_ok=True)
         text = "".join(json.dumps(entry) + "\n" for entry in entries)

@@ -84,11 +84,12 @@ def check_first(config: Config) -> None:
 
 
 def start(workers: int, argv: list[str], config: Config, resume: bool) -> int:
-    """Run the workers. When they fail, advise --resume only where this run has a checkpoint."""
+    """Run the workers. When a new run fails, advise --resume only where it has a checkpoint."""
     runs = Path(config.runs)
-    before = 0 if resume else newest(runs, config.name)
+    before = newest(runs, config.name)
     code = start_workers(workers, argv)
-    if code and code not in ENDED_BY_HAND and resumable(runs, config.name) > before:
+    failed = code and code not in ENDED_BY_HAND
+    if failed and not resume and resumable(runs, config.name) > before:
         sys.stderr.write(f"oktopk train: {RESUME}\n")
     return code
 

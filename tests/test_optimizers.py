@@ -288,6 +288,36 @@ def test_two_handles_over_one_optimizer_compose_and_restore():
     assert not two.optimizer._optimizer_step_post_hooks
 
 
+def shared(group) -> tuple:
+    """One optimizer over two attached models, of which one is let go before the end."""
+    torch.manual_seed(0)
+    models = [
+        DistributedDataParallel(Net(), process_group=group, bucket_cap_mb=0.02) for _ in range(2)
+    ]
+    optimizer = AdamW([p for model in models for p in model.parameters()], lr=0.01)
+    asked = {"density": 0.02, "warmup_steps": 2, "beta1": 0.3}
+    handles = [oktopk.attach(model, optimizer=optimizer, **asked) for model in models]
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(optimizer.param_groups[0]["betas"]))
+    for step in range(6):
+        x, y = batch(torch.distributed.get_rank(group), step)
+        optimizer.zero_grad()
+        for model in models:
+            cross_entropy(model(x), y).backward()
+        optimizer.step()
+    groups = [group["betas"] for group in optimizer.param_groups]
+    for handle in handles:
+        handle.close()
+        groups += [group["betas"] for group in optimizer.param_groups]
+    return seen, groups
+
+
+def test_two_models_of_one_optimizer_leave_it_its_own_beta1(worlds):
+    for seen, groups in worlds.run(2, shared):
+        assert seen == [(0.9, 0.999)] * 6
+        assert groups == [(0.9, 0.999)] * 3
+
+
 def interrupted(around: Around) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -410,6 +440,28 @@ def test_a_kin_of_adam_is_corrected_after_one_step_that_shows_its_rule(kind, dty
     squares = [each.optimizer.state[each.sparse[0]]["exp_avg_sq"] for each in (around, plain)]
     assert (squares[0] <= squares[1]).all() and (squares[0] < squares[1]).any()
     assert moments.state_dict()["p0"].max() == 4
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4])
+@pytest.mark.parametrize("kind", [FusedAdam, Prodigy])
+def test_a_resumed_run_of_another_class_has_the_same_bits(kind, stop):
+    def make(p):
+        return kind(p, betas=(0.9, 0.99), eps=1e-8)
+
+    straight = Around(make, late_moments=True)
+    straight.attach()
+    first = Around(make, late_moments=True)
+    before = first.attach()
+    first.run(*PHASES[:stop])
+    again = Around(make, late_moments=True)
+    after = again.attach()
+    for new, old in zip((*again.sparse, *again.dense), (*first.sparse, *first.dense), strict=True):
+        new.data.copy_(old.data)
+    again.optimizer.load_state_dict(first.optimizer.state_dict())
+    after.load_state_dict(before.state_dict())
+    again.stats = first.stats
+    for ours, theirs in zip(again.run(*PHASES[stop:]), straight.run(*PHASES), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 # -- waits for the device -----------------------------------------------------------------------

@@ -15,6 +15,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # Each may import from those before it, never from those after it.
 ORDER = [
     "version",
+    "host",
     "sparse",
     "kernels",
     "wire",

@@ -25,7 +25,7 @@ from oktopk.costs import Work, cheapest, entry_bits, probe_link, probe_machine
 from oktopk.exchanger import Arrived
 from oktopk.followed import Followed
 from oktopk.handle import Handle
-from oktopk.misuse import refuse_misuse
+from oktopk.misuse import is_on_cuda, may_overlap, refuse_misuse
 from oktopk.policy import Policy
 from oktopk.remedies import suited, warn_if_short
 from oktopk.rollcall import RollCall, patience_of
@@ -87,12 +87,13 @@ def attach(
     settings = suited(followed.optimizer, settings, ramp_steps, more, tells=first)
     if total_steps is not None and method != "dense":
         warn_if_short(settings, total_steps)
-    comm, roll_call = _own_group(model.process_group, timeout)
+    comm, roll_call = _own_group(model.process_group, timeout, on_cuda=is_on_cuda(model))
     if method == "auto":
         settings = replace(settings, method=_chosen(model, settings, comm))
     handle = Handle(model, settings, comm, roll_call, policy or Policy(), followed)
     handle.on_step, handle.clip_before, handle.check_every = on_step, clip_before, check_every
     handle.takes_any_method = method == "auto"
+    handle.overlaps = may_overlap(model)
     try:
         model.register_comm_hook(handle, _hook)
     except BaseException:
@@ -126,7 +127,7 @@ def _chosen(model: DistributedDataParallel, settings: Settings, comm: Comm) -> s
     return best
 
 
-def _own_group(group: Any, timeout: float) -> tuple[Comm, RollCall]:
+def _own_group(group: Any, timeout: float, *, on_cuda: bool) -> tuple[Comm, RollCall]:
     """A group of the same ranks, so that no collective of DDP's or the user's mixes with ours.
 
     For a model of only some ranks, the others need not take part; but torch then asks that its
@@ -134,13 +135,15 @@ def _own_group(group: Any, timeout: float) -> tuple[Comm, RollCall]:
     """
     ranks = dist.get_process_group_ranks(group)
     patience = patience_of(timeout)
+    limit = timeout - patience
     own = dist.new_group(
         ranks,
-        timeout=timedelta(seconds=timeout - patience),
+        # NCCL ends the process at its limit, so ours must come first, and leave time to say who
+        timeout=timedelta(seconds=2 * timeout if on_cuda else limit),
         backend=dist.get_backend(group),
         use_local_synchronization=len(ranks) < dist.get_world_size(),
     )
-    transport = TorchTransport(own, owned=True)
+    transport = TorchTransport(own, owned=True, timeout=limit)
     return Comm(transport), RollCall(transport.store(), transport.rank, transport.size, patience)
 
 

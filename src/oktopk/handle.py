@@ -54,6 +54,8 @@ class Handle:
         self.on_step: Callable[[StepStats], None] | None = None
         self.clip_before: float | None = None
         self.check_every = 0
+        self.overlaps = True
+        """Whether buckets are exchanged while backward goes on; else all after the last of them."""
         self.rate_factors: dict[str, float] = {}
         """What was owed to a parameter was scaled by so much in the last step, as rates changed."""
         self.takes_any_method = False
@@ -184,7 +186,7 @@ class Handle:
         if arrived.index == 0:
             self._waiting = []
         self._waiting.append(arrived)
-        early = self._steady >= STEADY and self.clip_before is None
+        early = self._steady >= STEADY and self.clip_before is None and self.overlaps
         if early:
             known = self._seen[arrived.index : arrived.index + 1]
             if known != [arrived.signature()]:

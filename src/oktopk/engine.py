@@ -162,9 +162,8 @@ class Engine:
         # sums may overflow though no gradient did; they are the same on all ranks, so all see it
         dtypes = {bucket: grad.dtype for bucket, grad in self._grads.items()}
         divisor = self.comm.size / (1 + self._advance)
-        self.comm.alarm = self.comm.alarm or not self._tally.is_finite(dtypes, divisor)
-        self._tally.note_thresholds()
-        skipped = self.comm.alarm
+        finite = self._tally.survey(dtypes, divisor)
+        skipped = self.comm.alarm = self.comm.alarm or not finite
         with self._tally.clock("scatter"):
             if skipped:
                 self._skip()
@@ -273,7 +272,7 @@ class Engine:
         A NaN or Inf is larger than every number, so a selection of any entries has it: no pass over
         n is needed unless there was nothing to select.
         """
-        finite = kernels.all_finite(local.values if k else acc) and kernels.all_finite(rider)
+        finite, _ = kernels.survey([local.values if k else acc, rider])
         self.comm.alarm = self.comm.alarm or not finite
         return local if finite else empty(local.numel, acc)
 

@@ -124,6 +124,9 @@ class Candidates:
 
     def find(self, residual: Tensor, grad: Tensor) -> None:
         """Add the gradient to its part of acc, and what reaches the threshold to the candidates."""
+        if not kernels.finds_at_once(residual):  # `search` will: once, not once per bucket
+            kernels.accumulate_(residual, grad)
+            return
         parts = kernels.spans(residual)
         if len(parts) == 1:
             self._note(*self._found(residual, grad, self._left))
@@ -131,6 +134,13 @@ class Candidates:
         apart = kernels.side_by_side(lambda s: self._found(residual[s], grad[s], None), parts)
         for sparse, count in apart:
             self._note(placed(sparse, self._left, self.numel), count)
+
+    def search(self, acc: Tensor) -> None:
+        """Find them in the whole of acc, unless they were found as the gradient was added."""
+        if not kernels.finds_at_once(acc):
+            found, self.count = kernels.select(acc, self.low, self.most)
+            assert found.indices is not None
+            self.room, self.num, self.numel = (found.indices, found.values), found.num, found.numel
 
     @property
     def selection(self) -> Sparse:
@@ -162,6 +172,8 @@ def scout(acc: Tensor, k: int, state: State) -> Candidates | None:
 
 def _room(state: State, most: int, acc: Tensor) -> Room:
     """The room of the last step, if it is enough: fresh memory costs a fault per page."""
+    if not kernels.finds_at_once(acc):  # `Candidates.search` makes its own
+        return acc.new_empty(0, dtype=torch.int32), acc.new_empty(0)
     kept, needed = state.room, most + kernels.SLACK
     if kept is None or kept[0].numel() < needed or kept[1].dtype != acc.dtype:
         kept = acc.new_empty(needed, dtype=torch.int32), acc.new_empty(needed)
@@ -178,6 +190,8 @@ def near_exact(acc: Tensor, k: int, state: State, found: Candidates | None) -> S
     alone: no collective depends on it.
     """
     level = state.local
+    if found is not None:
+        found.search(acc)
     if found is None or not (1 - BAND) * k <= found.count <= found.most:
         return _exact_level(acc, k, state)
     assert level is not None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import weakref
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
 from oktopk import comm as comm_module
+from oktopk import exchanger as exchanger_module
 from oktopk import misuse
 from oktopk.comm import ExchangeError, TorchTransport
+from oktopk.exchanger import Arrived, Exchanger
 from oktopk.host import wait_until
 
 
@@ -179,3 +183,86 @@ def test_with_nccl_unused_parameters_are_refused_unless_the_graph_is_static(worl
         assert message.startswith("find_unused_parameters=True does not work with attach on CUDA")
         assert "static_graph=True" in message
     assert worlds.run(2, refusal, True) == ["no error"] * 2
+
+
+class FakeCuda:
+    """Streams and events that only note what is asked of them."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.notes: list[str] = []
+        note = self.notes.append
+        side = SimpleNamespace(wait_event=lambda event: note("side waits for the bucket"))
+        event = SimpleNamespace(record=lambda stream: note("event"), query=self._query)
+        self.busy = 0
+
+        @contextmanager
+        def stream(_):
+            note("on side")
+            yield
+            note("off side")
+
+        monkeypatch.setattr(exchanger_module, "_side_stream", lambda device: side)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: note("synchronize"))
+        monkeypatch.setattr(torch.cuda, "stream", stream)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+
+    def _query(self) -> bool:
+        self.busy -= 1
+        if self.busy < 0:
+            self.notes.append("drained")
+        return self.busy < 0
+
+    def bucket(self) -> Arrived:
+        note = self.notes.append
+        buffer = SimpleNamespace(
+            device=torch.device("cpu"), is_cuda=True, record_stream=lambda _: note("recorded")
+        )
+        return Arrived(0, buffer, [], True, SimpleNamespace())
+
+
+class Taker:
+    def __init__(self, notes: list[str]) -> None:
+        self.notes, self.error = notes, None
+
+    def take(self, arrived: Arrived) -> None:
+        self.notes.append("taken")
+        if self.error is not None:
+            raise self.error
+
+
+def outcome(exchanger: Exchanger, cuda: FakeCuda) -> list[str]:
+    """What happened for one bucket, until its future was done."""
+    cuda.notes.clear()
+    answer = exchanger.submit(cuda.bucket())
+    try:
+        answer.wait()
+        cuda.notes.append("answered")
+    except RuntimeError as error:
+        cuda.notes.append(str(error))
+    return list(cuda.notes)
+
+
+def test_a_bucket_is_taken_on_the_side_stream_and_an_error_waits_for_it(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    taker = Taker(cuda.notes)
+    exchanger = Exchanger(weakref.WeakMethod(taker.take))
+    before = ["side waits for the bucket", "recorded", "on side", "taken"]
+    first = outcome(exchanger, cuda)
+    assert first[:5] == ["synchronize", *before] and "drained" not in first
+    assert outcome(exchanger, cuda)[:4] == before, "the device is synchronised once"
+    taker.error, cuda.busy = RuntimeError("gone"), 2
+    failed = outcome(exchanger, cuda)
+    assert failed[:6] == [*before, "event", "drained"]
+    assert "gone" in failed[-1] and failed.index("drained") < len(failed) - 1
+    exchanger.close()
+
+
+def test_an_error_is_raised_though_the_side_stream_never_ends(monkeypatch, caplog):
+    monkeypatch.setattr(exchanger_module, "DRAIN_SECONDS", 0.01)
+    cuda = FakeCuda(monkeypatch)
+    taker = Taker(cuda.notes)
+    taker.error, cuda.busy = RuntimeError("gone"), float("inf")
+    exchanger = Exchanger(weakref.WeakMethod(taker.take))
+    assert "gone" in outcome(exchanger, cuda)[-1]
+    assert "its stream is still busy" in caplog.text
+    exchanger.close()

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from oktopk.clipping import clip_
 from oktopk.comm import Comm, ExchangeError
 from oktopk.engine import Engine, NonfiniteError
-from oktopk.exchanger import Arrived, Exchanger
+from oktopk.exchanger import Arrived, Exchanger, share
 from oktopk.followed import Followed
 from oktopk.handover import fitting
 from oktopk.handshake import agree
@@ -281,6 +281,7 @@ class Handle:
             dtype = next(iter(owed.values())).dtype
             device = next(iter(self._named.parameters.values())).device  # a state may be elsewhere
             self._engine.residual = torch.zeros(self._engine.numel, dtype=dtype, device=device)
+            share(self._engine.residual)
             for name, residual in self.residuals.items():
                 if name in owed:
                     residual.copy_(owed[name])

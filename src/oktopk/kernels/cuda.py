@@ -15,13 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# torch has no faster way to look for a NaN; the bits of indices could be faster in Triton
+from oktopk.kernels.coding import decode_indices as decode_indices
+from oktopk.kernels.coding import encode_indices as encode_indices
+
+# torch has no faster way to look for a NaN
 from oktopk.kernels.reference import AT_ONCE as AT_ONCE
 from oktopk.kernels.reference import add_at_ as add_at_
 from oktopk.kernels.reference import all_finite as all_finite
 from oktopk.kernels.reference import count_reaching as count_reaching
-from oktopk.kernels.reference import decode_indices as decode_indices
-from oktopk.kernels.reference import encode_indices as encode_indices
 from oktopk.kernels.reference import least_magnitude as least_magnitude
 from oktopk.kernels.reference import survey as survey
 from oktopk.kernels.reference import take_late as take_late

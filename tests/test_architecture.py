@@ -21,6 +21,7 @@ ORDER = [
     "files",
     "extras",
     "flags",
+    "host",
     "sparse",
     "kernels",
     "wire",

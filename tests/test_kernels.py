@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from torch.utils._python_dispatch import TorchDispatchMode
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
@@ -24,6 +25,7 @@ from oktopk import kernels
 from oktopk.kernels import reference
 from oktopk.moments import shares
 from oktopk.sparse import Sparse, empty
+from oktopk.wire import Run
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = [F32, F64]
@@ -331,10 +333,79 @@ def test_settle_divides_and_clears_what_was_sent_and_came_back(form, grad_dtype)
     assert (grad.tolist(), residual.tolist()) == ([0] * 8, [1, 2, 3, 4, 0, 6, 0.25, 8])
 
 
+@st.composite
+def codings(draw):
+    """Ascending indices, where they count from, and the bits of each that are sent as they are."""
+    lo = draw(st.sampled_from([0, 7, 2**20]))
+    width = draw(st.sampled_from([1, 2, 31, 32, 33, 100, 5000, 2**30]))
+    offsets = draw(st.sets(st.integers(0, width - 1), min_size=1, max_size=200))
+    return torch.tensor(sorted(offsets), dtype=torch.int32) + lo, Run(len(offsets), lo, lo + width)
+
+
+def words(coded):
+    """Room for the low and the high words, with something in it."""
+    sizes = coded.low_words, coded.high_words
+    return [torch.full((num,), -1, dtype=torch.int32) for num in sizes]
+
+
+@given(case=codings())
+@settings(deadline=None, max_examples=20)  # in the interpreter each takes a sixth of a second
+def test_coded_indices_equal_the_reference_and_come_back(form, case):
+    indices, coded = case
+    check(form, "encode_indices", indices, coded.lo, coded.low_bits, *words(coded))
+    low, high = words(coded)
+    reference.encode_indices(indices, coded.lo, coded.low_bits, low, high)
+    read = run(form, "decode_indices", low, high, coded.lo, coded.low_bits, indices * 0 - 1)[-1]
+    assert read.equal(indices)
+
+
+@pytest.mark.parametrize("density", [0.001, 0.02, 0.3, 1.0])
+def test_many_coded_indices_equal_the_reference(form, density):
+    n = 40_000
+    indices = (torch.rand(n, generator=torch.Generator().manual_seed(1)) < density).nonzero()
+    indices = indices.squeeze(1).int() + 9
+    coded = Run(len(indices), 9, 9 + n)
+    check(form, "encode_indices", indices, coded.lo, coded.low_bits, *words(coded))
+    low, high = words(coded)
+    reference.encode_indices(indices, coded.lo, coded.low_bits, low, high)
+    check(form, "decode_indices", low, high, coded.lo, coded.low_bits, indices * 0 - 1)
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of all tensors that operations make, views apart."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in given:
+            self.num_bytes += out.nbytes
+        return out
+
+
+@pytest.mark.parametrize("density", [0.01, 0.1, 0.5])
+def test_coding_in_triton_takes_a_few_bytes_of_memory_for_an_entry(density):
+    coding = pytest.importorskip("oktopk.kernels.coding", reason="it needs triton")
+    if os.environ["TRITON_INTERPRET"] == "0":
+        pytest.skip("the fake of a device's memory is on the CPU")
+    num = 4000
+    indices = torch.arange(num, dtype=torch.int32) * int(1 / density)
+    coded = Run(num, 0, int(num / density))
+    low, high = words(coded)
+    for name, args in (
+        ("encode_indices", (indices, 0, coded.low_bits, low, high)),
+        ("decode_indices", (low, high, 0, coded.low_bits, torch.empty_like(indices))),
+    ):
+        with Allocated() as allocated:
+            getattr(coding, name)(*args)
+        assert allocated.num_bytes <= 4 * num, name
+
+
 COMPILE = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
-from oktopk.kernels import cuda
+from oktopk.kernels import coding, cuda
 
 class Driver:
     get_current_target = lambda self: GPUTarget("cuda", 80, 32)
@@ -351,8 +422,14 @@ for kernel, *args in [
     (cuda._add_part, f, flag, i, f, 0),
     (cuda._scatter, half, i, half),
     (cuda._take_common, f, i, 9, 4, i, f),
+    (coding._encode_low, i, 0, 5, 8, 9, i),
+    (coding._encode_high, i, 0, 5, i),
+    (coding._count_ones, i, i),
+    (coding._decode, i, i, i, i, 0, 5, 9, 9, i),
 ]:
-    assert kernel.warmup(*args, 9, BLOCK=cuda.BLOCK, grid=(1,), **cuda.OPTIONS).asm["cubin"]
+    module = coding if kernel.__module__.endswith("coding") else cuda
+    more = dict(BLOCK=module.BLOCK, grid=(1,), **module.OPTIONS)
+    assert kernel.warmup(*args, 9, **more).asm["cubin"]
 """
 
 

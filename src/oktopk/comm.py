@@ -11,12 +11,14 @@ know the sizes, so both leave them out.
 
 from __future__ import annotations
 
+from threading import Thread
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oktopk.host import finish, to_device
 from oktopk.ledger import Ledger, dense_allreduce, messages
 
 
@@ -47,12 +49,22 @@ class ExchangeError(RuntimeError):
     """A message could not be sent or did not come: a rank died, stopped or went another way."""
 
 
-class TorchTransport:
-    """A torch process group; `None` is the default group."""
+TIMEOUT = 300.0  # seconds; less than NCCL's own limit of 600, which ends the process
+CLOSE_SECONDS = 5.0
 
-    def __init__(self, group: Any = None, *, owned: bool = False) -> None:
+
+class TorchTransport:
+    """A torch process group; `None` is the default group.
+
+    `timeout` seconds are the limit for each operation on a GPU, where the host would otherwise wait
+    without end. On a CPU the limit is that of the process group.
+    """
+
+    def __init__(self, group: Any = None, *, owned: bool = False, timeout: float = TIMEOUT) -> None:
         self.group: Any = group
         self._owned = owned
+        self._timeout = timeout
+        self._on_device = self._failed = False
         self.rank = dist.get_rank(group)
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} of the job is not in the group it was given")
@@ -82,11 +94,18 @@ class TorchTransport:
             ranks = sorted(set(peers))
             raise ExchangeError(f"the connection to a rank of {ranks} is gone: {error}") from error
         # NCCL returns one work for all of them
-        for work, peer in zip(works, peers if len(works) == len(ops) else [peers], strict=True):
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise ExchangeError(f"no exchange with rank {peer}: {error}") from error
+        each = len(works) == len(ops)
+        whom = [f"rank {peer}" for peer in peers] if each else [f"ranks {sorted(set(peers))}"]
+        for work, who in zip(works, whom, strict=True):
+            self._finish(work, ops[0].tensor, f"no exchange with {who}")
+
+    def _finish(self, work: Any, x: Tensor, failure: str) -> None:
+        self._on_device = x.device.type != "cpu"
+        try:
+            finish(work, x, self._timeout)
+        except (RuntimeError, TimeoutError) as error:
+            self._failed = True
+            raise ExchangeError(f"{failure}: {error}") from error
 
     def swap(self, x: Tensor, out: Tensor) -> None:
         out[self.rank].copy_(x[self.rank])
@@ -97,10 +116,12 @@ class TorchTransport:
         return dist.P2POp(op, tensor, self._peers[peer], self.group)
 
     def all_reduce_(self, x: Tensor) -> None:
+        failure = "the dense allreduce failed"
         try:
-            dist.all_reduce(x, group=self.group)
+            work = dist.all_reduce(x, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise ExchangeError(f"the dense allreduce failed: {error}") from error
+            raise ExchangeError(f"{failure}: {error}") from error
+        self._finish(work, x, failure)
 
     def store(self) -> Any:
         """The store of the group, over a connection of its own where torch can make one."""
@@ -109,10 +130,19 @@ class TorchTransport:
 
     def close(self) -> None:
         """Nothing but this may hold the group: its connections close with the last reference."""
-        if self._owned:
-            self._owned = False
-            group, self.group = self.group, dist.GroupMember.NON_GROUP_MEMBER
+        if not self._owned:
+            return
+        self._owned = False
+        group, self.group = self.group, dist.GroupMember.NON_GROUP_MEMBER
+        if not self._on_device:
             dist.destroy_process_group(group)
+            return
+        # NCCL ends what it has begun before it destroys a group, and waits for dead ranks to do so
+        abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+        end = abort if self._failed else dist.destroy_process_group
+        leaving = Thread(target=end, args=(group,), name="oktopk-leave", daemon=True)
+        leaving.start()
+        leaving.join(CLOSE_SECONDS)
 
 
 class Comm:
@@ -189,7 +219,7 @@ class Comm:
     def _announce(self, sizes: list[int], device: torch.device) -> Tensor:
         """Sizes as a header; their complement, which is negative, while the alarm is raised."""
         said = [~size for size in sizes] if self.alarm else sizes
-        return torch.tensor(said, dtype=torch.int32, device=device)
+        return to_device(said, torch.int32, device)
 
     def _hear(self, header: Tensor) -> list[int]:
         heard = header.view(-1).tolist()

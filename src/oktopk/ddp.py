@@ -29,7 +29,7 @@ from oktopk.groups import new_group
 from oktopk.handle import Handle
 from oktopk.handshake import PROTOCOL, agree_at
 from oktopk.hook import HookState, attached_to
-from oktopk.misuse import refuse_misuse, refuse_size
+from oktopk.misuse import is_on_cuda, may_overlap, refuse_misuse, refuse_size
 from oktopk.named import Named
 from oktopk.policy import Policy
 from oktopk.remedies import suited, warn_if_short
@@ -114,6 +114,7 @@ def attach(
     _agree(model, arguments | _facts(model, policy), timeout)
     handle = _started(model, settings, policy, followed, timeout, auto=method == "auto")
     handle.on_step, handle.clip_before, handle.check_every = on_step, clip_before, check_every
+    handle.overlaps = may_overlap(model)
     return handle
 
 
@@ -128,7 +129,8 @@ def _started(
 ) -> Handle:
     """The handle with its group, threads and hook; none of them is left where a step fails."""
     with ExitStack() as undo:
-        comm, roll_call = _own_group(model.process_group, timeout, undo)
+        on_cuda = is_on_cuda(model)
+        comm, roll_call = _own_group(model.process_group, timeout, undo, on_cuda=on_cuda)
         if auto:
             settings = replace(settings, method=_chosen(model, settings, comm))
         handle = Handle(model, settings, comm, roll_call, policy, followed)
@@ -189,25 +191,30 @@ def _chosen(model: DistributedDataParallel, settings: Settings, comm: Comm) -> s
     return best
 
 
-def _own_group(group: Any, timeout: float, undo: ExitStack) -> tuple[Comm, RollCall]:
+def _own_group(
+    group: Any, timeout: float, undo: ExitStack, *, on_cuda: bool
+) -> tuple[Comm, RollCall]:
     """A group of the same ranks, so that no collective of DDP's or the user's mixes with ours.
 
     For a model of only some ranks, the others need not take part; but torch then asks that its
     ranks have made the same groups before.
     """
     ranks = dist.get_process_group_ranks(group)
+    patience = patience_of(timeout)
+    limit = timeout - patience
     own = new_group(
         ranks,
         timeout,
+        # NCCL ends the process at its limit, so ours must come first, and leave time to say who
+        limit=2 * timeout if on_cuda else limit,
         backend=dist.get_backend(group),
         use_local_synchronization=len(ranks) < dist.get_world_size(),
     )
-    transport = TorchTransport(own, owned=True)
+    transport = TorchTransport(own, owned=True, timeout=limit)
     undo.callback(transport.close)
     if (of_job := present()) is not None and ranks == list(range(dist.get_world_size())):
         roll_call = of_job.share()
     else:
-        patience = patience_of(timeout)
         roll_call = RollCall(transport.store(), transport.rank, transport.size, patience)
     undo.callback(roll_call.close)
     return Comm(transport), roll_call

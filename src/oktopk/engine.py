@@ -195,9 +195,8 @@ class Engine:
         # sums may overflow though no gradient did; they are the same on all ranks, so all see it
         dtypes = {bucket: grad.dtype for bucket, grad in step.grads.items()}
         divisor = self.comm.size / (1 + self._advance)
-        self.comm.alarm = self.comm.alarm or not step.tally.is_finite(dtypes, divisor)
-        step.tally.note_thresholds()
-        skipped = self.comm.alarm
+        finite = step.tally.survey(dtypes, divisor)
+        skipped = self.comm.alarm = self.comm.alarm or not finite
         with step.tally.clock("scatter"):
             if skipped:
                 nothing = float("nan") if self.settings.on_nonfinite == "deliver" else 0.0
@@ -360,7 +359,7 @@ class Engine:
         A NaN or Inf is larger than every number, so a selection of any entries has it: no pass over
         n is needed unless there was nothing to select.
         """
-        finite = kernels.all_finite(local.values if k else acc) and kernels.all_finite(rider)
+        finite, _ = kernels.survey([local.values if k else acc, rider])
         self.comm.alarm = self.comm.alarm or not finite
         return local if finite else empty(local.numel, acc)
 

@@ -1,7 +1,14 @@
-"""The thread behind `attach`: takes buckets in order, answers when the step is done."""
+"""The thread behind `attach`: takes buckets in order, answers when the step is done.
+
+On CUDA it works on a stream of its own (docs/cuda.md). That stream waits for the event of each
+bucket, so it runs behind all that the stream of backward had queued when the bucket was filled; and
+the stream of backward waits for it through DDP's futures, which record an event when they get their
+result. What one stream made and the other uses is recorded with the allocator.
+"""
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import weakref
@@ -16,6 +23,11 @@ import torch
 from torch import Tensor
 
 from oktopk.engine import NonfiniteError
+from oktopk.host import wait_until
+
+log = logging.getLogger("oktopk")
+
+DRAIN_SECONDS = 5.0
 
 T = TypeVar("T")
 CLOSED = "the handle of this model was closed: attach it again"
@@ -53,7 +65,7 @@ class Exchanger:
         self.failure: Exception | None = None
         """What ended the exchange for good; None while it is well."""
 
-        self._closed = False
+        self._closed = self._begun = False
         self._thread = threading.Thread(target=self._run, name="oktopk-exchange", daemon=True)
         self._thread.start()
 
@@ -113,6 +125,8 @@ class Exchanger:
                         while pending:
                             bucket, done = pending.pop(0)
                             done.set_result(bucket.buffer)
+                    elif error is not None and arrived.ready is not None:
+                        _drain(arrived.buffer.device)
             except BaseException as failed:  # noqa: BLE001 - of CUDA: backward must not wait forever
                 error = self.failure = _as_exception(failed)
             while pending and error is not None:
@@ -133,8 +147,14 @@ class Exchanger:
     def _stream(self, arrived: Arrived) -> Any:
         if arrived.ready is None:
             return nullcontext()
-        stream = _side_stream(arrived.buffer.device)
+        device = arrived.buffer.device
+        if not self._begun:
+            # DDP with a static graph has an operation of its own under way in its first backward
+            torch.cuda.synchronize(device)
+            self._begun = True
+        stream = _side_stream(device)
         stream.wait_event(arrived.ready)
+        share(arrived.buffer)
         return torch.cuda.stream(stream)
 
 
@@ -145,6 +165,25 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     return _streams[device]
+
+
+def share(x: Tensor) -> None:
+    """Tell the allocator that the stream of the exchange uses x, which another stream has made."""
+    if x.is_cuda:
+        x.record_stream(_side_stream(x.device))
+
+
+def _drain(device: torch.device) -> None:
+    """Wait for the stream of the exchange: unlike a result, an error has no event to wait for.
+
+    Else backward would raise, and the user change gradients and residuals that are still written.
+    """
+    done = torch.cuda.Event()
+    done.record(_side_stream(device))
+    try:
+        wait_until(done.query, DRAIN_SECONDS)
+    except TimeoutError as late:
+        log.warning("an exchange failed and its stream is still busy (%s)", late)
 
 
 def _as_exception(error: BaseException) -> Exception:

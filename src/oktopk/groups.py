@@ -59,9 +59,15 @@ def bounded_group(timeout: float, make: Callable[[timedelta], T]) -> T:
         raise ExchangeError(f"no process group was made within {timeout:g} s") from error
 
 
-def new_group(ranks: list[int] | None, timeout: float, **more: Any) -> Any:
-    """torch's new_group, bounded. Every rank of the group must call it."""
-    return bounded_group(timeout, lambda limit: dist.new_group(ranks, timeout=limit, **more))
+def new_group(
+    ranks: list[int] | None, timeout: float, *, limit: float | None = None, **more: Any
+) -> Any:
+    """torch's new_group, bounded. Every rank of the group must call it.
+
+    `limit` is that of its operations, in seconds; None leaves time to find out who is missing.
+    """
+    own = None if limit is None else timedelta(seconds=limit)
+    return bounded_group(timeout, lambda rest: dist.new_group(ranks, timeout=own or rest, **more))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from oktopk.bucket_tracker import BucketTracker, Layout
 from oktopk.clipping import clip_
 from oktopk.comm import Comm, ExchangeError
 from oktopk.engine import Engine, NonfiniteError
-from oktopk.exchanger import Arrived, Exchanger
+from oktopk.exchanger import Arrived, Exchanger, share
 from oktopk.followed import Followed
 from oktopk.gathered import GatheredState, gather_states
 from oktopk.handshake import agree
@@ -55,6 +55,8 @@ class Handle:
         self.check_every = 0
         self.joined = self.has_joined = False
         """Whether this rank ran out of data in a `join` and shadows the others, now or ever."""
+        self.overlaps = True
+        """Whether buckets are exchanged while backward goes on; else all after the last of them."""
         self.rate_factors: dict[str, float] = {}
         """What was owed to a parameter was scaled by so much in the last step, as rates changed."""
         self.takes_any_method = False
@@ -275,7 +277,8 @@ class Handle:
             with self._engine.lock:
                 self._lay_out(layout, self.residuals)
         copied = layout != ddp
-        if self._buckets.is_steady and not copied and self.clip_before is None:
+        may_overlap = self.overlaps and self.clip_before is None
+        if self._buckets.is_steady and not copied and may_overlap:
             self._overlaps = [arrived.signature() for arrived in self._waiting]
         staged = self._named.staged(self._waiting, self._layout) if copied else None
         grads = staged or [arrived.buffer for arrived in self._waiting]
@@ -319,6 +322,7 @@ class Handle:
             dtype = next(iter(owed.values())).dtype
             device = next(iter(self._named.parameters.values())).device  # a state may be elsewhere
             self._engine.residual = torch.zeros(self._engine.numel, dtype=dtype, device=device)
+            share(self._engine.residual)
             for name, residual in self.residuals.items():
                 if name in owed:
                     residual.copy_(owed[name])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 
+from oktopk.host import to_device, to_host
 from oktopk.methods import Exchanged
 from oktopk.sparse import Sparse
 
@@ -54,13 +55,18 @@ def check_indexable(numels: list[int], scope: str) -> None:
         )
 
 
-def narrow(sparse: Sparse, lo: int, hi: int) -> Sparse:
-    """The entries with lo <= index < hi, as views: their indices stay as they are."""
-    assert sparse.indices is not None
-    edges = torch.tensor([lo, hi - 1], dtype=torch.int32, device=sparse.indices.device)
-    start = int(torch.searchsorted(sparse.indices, edges[0]))
-    end = int(torch.searchsorted(sparse.indices, edges[1], right=True))
-    return Sparse(sparse.indices[start:end], sparse.values[start:end], hi)
+def cut_up(sparses: list[Sparse], edges: list[int]) -> list[list[Sparse]]:
+    """Each at the edges, as views: indices stay as they are. The host waits once for all."""
+    indices = [sparse.indices for sparse in sparses if sparse.indices is not None]
+    inner = to_device(edges[1:-1], torch.int32, indices[0].device)
+    cuts = to_host(*(torch.searchsorted(each, inner) for each in indices))
+    return [
+        [
+            Sparse(where[start:end], sparse.values[start:end], hi)
+            for start, end, hi in zip([0, *its], [*its, sparse.num], edges[1:], strict=True)
+        ]
+        for sparse, where, its in zip(sparses, indices, cuts, strict=True)
+    ]
 
 
 def by_bucket(exchanged: Exchanged, group: range, buckets: list[Bucket]) -> dict[int, Exchanged]:
@@ -70,16 +76,17 @@ def by_bucket(exchanged: Exchanged, group: range, buckets: list[Bucket]) -> dict
     members = buckets[group.start : group.stop]
     sums = exchanged.rider.split([bucket.num_dense for bucket in members])
     edges = list(accumulate((bucket.numel for bucket in members), initial=0))
+    whole = [exchanged.result, exchanged.offered, *exchanged.returned]
     parts = {}
-    for i, (lo, hi) in enumerate(pairwise(edges)):
+    for i, (result, offered, *returned) in enumerate(zip(*cut_up(whole, edges), strict=True)):
         parts[group.start + i] = Exchanged(
-            narrow(exchanged.result, lo, hi),
-            narrow(exchanged.offered, lo, hi),
+            result,
+            offered,
             sums[i],
-            tuple(narrow(cut, lo, hi) for cut in exchanged.returned),
+            tuple(returned),
             exchanged.imbalance,
             0 if i else exchanged.sent,  # all of it, once
-            lo,
+            edges[i],
         )
     return parts
 

@@ -28,6 +28,7 @@ def refuse_misuse(
     _refuse_hooks(model)
     _refuse_devices(model)
     _refuse_gradients(model)
+    _refuse_unordered(model)
     if not 0 < number("timeout", timeout, "more than 0 seconds") <= MOST_SECONDS:
         raise ValueError(
             f"timeout must be more than 0 seconds and at most {MOST_SECONDS}, got {timeout}"
@@ -130,3 +131,31 @@ def _refuse_gradients(model: DistributedDataParallel) -> None:
                 f"parameter {weight!r} has sparse gradients: use {type(module).__name__}(..., "
                 "sparse=False), attach sends only the largest entries anyway"
             )
+
+
+def is_on_cuda(model: nn.Module) -> bool:
+    """Whether the gradients travel by NCCL."""
+    return any(parameter.is_cuda for parameter in model.parameters())
+
+
+def may_overlap(model: nn.Module) -> bool:
+    """Whether buckets may be exchanged while backward goes on.
+
+    NCCL asks that all ranks run the operations of several communicators in one order
+    (docs/cuda.md). SyncBatchNorm has operations of its own in backward: then ours must wait for the
+    last bucket, which comes after all of them.
+    """
+    syncs = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    return not (syncs and is_on_cuda(model))
+
+
+def _refuse_unordered(model: DistributedDataParallel) -> None:
+    """With NCCL, DDP may not send anything of its own after it has handed over the last bucket."""
+    if model.find_unused_parameters and not model.static_graph and is_on_cuda(model):
+        raise ValueError(
+            "find_unused_parameters=True does not work with attach on CUDA: DDP then sends a map "
+            "of the used parameters by NCCL while the exchange thread sends the gradients, in an "
+            "order that differs between ranks, and the job may hang. If the same parameters are "
+            "unused in every step, use DistributedDataParallel(..., static_graph=True); else let "
+            "every parameter take part in the loss, for instance times 0"
+        )

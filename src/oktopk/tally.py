@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from oktopk import kernels
 from oktopk.ledger import Ledger, Traffic, dense_allreduce
@@ -25,7 +26,7 @@ class Tally:
         self._before = ledger.snapshot()
         self._start = perf_counter()
         self._seconds: dict[str, Any] = {"select": 0.0, "exchange": 0.0, "scatter": 0.0}
-        self._thresholds = (0.0, 0.0)
+        self._thresholds = [0.0, 0.0]
 
     @contextmanager
     def clock(self, what: str) -> Iterator[None]:
@@ -34,23 +35,23 @@ class Tally:
         yield
         self._seconds[what] += perf_counter() - start
 
-    def note_thresholds(self) -> None:
-        """To be called before results are settled: a dense one is the gradient's own memory."""
-        moved = self.moved.values()
-        self._thresholds = (
-            smallest_magnitude([exchanged.offered for exchanged in moved]),
-            smallest_magnitude([exchanged.result for exchanged in moved]),
-        )
+    def survey(self, dtypes: dict[int, torch.dtype], divisor: float) -> bool:
+        """Whether all sums are finite, and their averages in the dtype of their bucket.
 
-    def is_finite(self, dtypes: dict[int, torch.dtype], divisor: float) -> bool:
-        """Whether all sums are, and their averages in the dtype of their bucket."""
+        Notes the thresholds too, so that the host waits once; to be called before results are
+        settled, since a dense one is the gradient's own memory.
+        """
+        sums = []
         for bucket, exchanged in self.moved.items():
-            for sums in (exchanged.result.values, exchanged.rider):
+            for part in (exchanged.result.values, exchanged.rider):
                 # an average is finite if its sum is, unless it is delivered in fewer bits
-                same = sums.dtype == dtypes[bucket]
-                if not kernels.all_finite(sums if same else (sums / divisor).to(dtypes[bucket])):
-                    return False
-        return True
+                same = part.dtype == dtypes[bucket]
+                sums.append(part if same else (part / divisor).to(dtypes[bucket]))
+        moved = self.moved.values()
+        finite, self._thresholds = kernels.survey(
+            sums, _kept([e.offered for e in moved]), _kept([e.result for e in moved])
+        )
+        return finite
 
     def stats(
         self, *, size: int, itemsize: int, riding: int, waited_since: float | None, **facts: Any
@@ -79,7 +80,6 @@ class Tally:
         )
 
 
-def smallest_magnitude(parts: list[Sparse]) -> float:
-    """The threshold in effect; 0 when everything or nothing is kept. O(num)."""
-    kept = [part.values for part in parts if part.indices is not None and part.num]
-    return min((kernels.least_magnitude(values) for values in kept), default=0.0)
+def _kept(parts: list[Sparse]) -> list[Tensor]:
+    """The values whose smallest magnitude is the threshold in effect; none if all are kept."""
+    return [part.values for part in parts if part.indices is not None and part.num]

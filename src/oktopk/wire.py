@@ -140,7 +140,7 @@ def _decoded(coded: Tensor, count: int, form: Form, dtype: torch.dtype) -> Tenso
         num_blocks = -(-count // BLOCK)
         scales = coded[:num_blocks].view(torch.float32)
         steps = coded[num_blocks:].clone().view(torch.int8)[:count]
-        return (steps * scales.repeat_interleave(BLOCK)[:count]).to(dtype)
+        return (steps * scales.unsqueeze(1).expand(-1, BLOCK).reshape(-1)[:count]).to(dtype)
     return coded.view(VALUES[form])[:count].to(dtype)
 
 

@@ -75,6 +75,11 @@ def side_by_side(work: Callable[[slice], T], parts: list[slice]) -> list[T]:
         wait(futures)
 
 
+def finds_at_once(x: Tensor) -> bool:
+    """Whether the host knows what a kernel has found when it returns, or has to wait for it."""
+    return form(x.device.type).AT_ONCE
+
+
 def all_finite(x: Tensor) -> bool:
     """Whether x has no NaN and no Inf. One read of n."""
     return form(x.device.type).all_finite(x)
@@ -83,6 +88,22 @@ def all_finite(x: Tensor) -> bool:
 def least_magnitude(x: Tensor) -> float:
     """The smallest |x| of one value or more, float32 or float64. One read of n."""
     return form(x.device.type).least_magnitude(x)
+
+
+def survey(sums: list[Tensor], *groups: list[Tensor]) -> tuple[bool, list[float]]:
+    """Whether all `sums` are finite, and the smallest magnitude of each group of tensors.
+
+    A group's are float32 or float64, and none is empty; a group of none has 0. One read of each
+    tensor, and the host waits once for all of them.
+    """
+    everything = [*sums, *(x for group in groups for x in group)]
+    if not everything:
+        return True, [0.0 for _ in groups]
+    kernels = form(everything[0].device.type)
+    if not kernels.AT_ONCE:
+        return kernels.survey(sums, list(groups))
+    least = [min((kernels.least_magnitude(x) for x in group), default=0.0) for group in groups]
+    return all(kernels.all_finite(x) for x in sums), least
 
 
 def kth_magnitude(x: Tensor, k: int) -> float:
@@ -98,8 +119,28 @@ def select(x: Tensor, threshold: float, capacity: int) -> tuple[Sparse, int]:
     return form(x.device.type).select(x, threshold, capacity)
 
 
-def count_reaching(x: Tensor, thresholds: list[float]) -> list[int]:
-    """How many `|x|` reach each threshold. One read of n for each."""
+def take(x: Tensor, threshold: float, num: int) -> Sparse:
+    """Keep `|x| >= threshold`, when it is known that there are `num`: no wait for the device."""
+    return form(x.device.type).take(x, threshold, num)
+
+
+def histogram(x: Tensor, num: int) -> Tensor:
+    """How often each integer from 0 to `num - 1` is in x, int32; there may be no others. O(n)."""
+    return form("").histogram(x, num)
+
+
+def magnitude(bits: int, dtype: torch.dtype) -> float:
+    """The number with these bits. No pass: it is a matter of the host."""
+    return form("").bin_threshold(bits, dtype)
+
+
+def places(mask: Tensor, num: int) -> Tensor:
+    """Where a mask is true, ascending, when it is known that it is `num` times. O(n)."""
+    return form("").places(mask, num)
+
+
+def count_reaching(x: Tensor, thresholds: list[float]) -> Tensor:
+    """How many `|x|` reach each threshold, int32, on the device of x. One read of n for each."""
     return form(x.device.type).count_reaching(x, thresholds)
 
 

@@ -129,7 +129,8 @@ def trim(sparse: Sparse, low: float, k: int) -> tuple[Sparse, float]:
     return kept, reference.bin_threshold(level, sparse.values.dtype)
 
 
-def count_reaching(x: Tensor, thresholds: list[float]) -> list[int]:
+def count_reaching(x: Tensor, thresholds: list[float]) -> Tensor:
     bits = x.numpy().view(INTEGER[x.dtype])
     sign_off = np.iinfo(bits.dtype).max
-    return [_count_reaching(bits, sign_off, bits_of(level, x)[1]) for level in thresholds]
+    counts = [_count_reaching(bits, sign_off, bits_of(level, x)[1]) for level in thresholds]
+    return torch.tensor(counts, dtype=torch.int32)

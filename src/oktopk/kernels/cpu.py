@@ -22,6 +22,7 @@ from oktopk.kernels.selecting import select as select
 from oktopk.kernels.vector import compiled, lowest_bit, prefetch
 from oktopk.sparse import Sparse
 
+AT_ONCE = True  # there is no device to wait for
 SOON = 24  # entries from now
 PAGE = 1024  # values zeroed at once, and then in the first cache when results are written
 BLOCK = 2**15  # sums taken together: they fit the second cache
@@ -94,6 +95,10 @@ def _add_at(x, indices, values, factor, base):
         if i + SOON < indices.size:
             prefetch(x, np.intp(indices[i + SOON]) - base)
         x[indices[i] - base] += values[i] * factor
+
+
+def take(x: Tensor, threshold: float, num: int) -> Sparse:
+    return select(x, threshold, num)[0]
 
 
 def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) -> Sparse:

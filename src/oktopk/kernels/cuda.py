@@ -13,13 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# torch has no faster way to look for a NaN; the bits of indices could be faster in Triton
+from oktopk.kernels.coding import decode_indices as decode_indices
+from oktopk.kernels.coding import encode_indices as encode_indices
+
+# torch has no faster way to look for a NaN
+from oktopk.kernels.reference import AT_ONCE as AT_ONCE
 from oktopk.kernels.reference import add_at_ as add_at_
 from oktopk.kernels.reference import all_finite as all_finite
 from oktopk.kernels.reference import count_reaching as count_reaching
-from oktopk.kernels.reference import decode_indices as decode_indices
-from oktopk.kernels.reference import encode_indices as encode_indices
 from oktopk.kernels.reference import least_magnitude as least_magnitude
+from oktopk.kernels.reference import survey as survey
 from oktopk.kernels.reference import take_late as take_late
 from oktopk.kernels.reference import trim as trim
 from oktopk.sparse import Room, Sparse, placed
@@ -151,19 +154,29 @@ def _counts(x: Tensor) -> Tensor:
     return torch.empty(triton.cdiv(x.numel(), BLOCK), dtype=torch.int32, device=x.device)
 
 
-def _compact(
+def _written(
     keys: Tensor, level: Tensor, x: Tensor, counts: Tensor, capacity: int
-) -> tuple[Sparse, int]:
-    """The entries of x whose key reaches the level, `counts` of them per block, and how many."""
+) -> tuple[Sparse, Tensor]:
+    """Room for `capacity` entries of x whose key reaches the level, `counts` of them per block, and
+    where each block ends. Nothing is waited for."""
     n = x.numel()
-    capacity = min(capacity, n)
     indices = torch.empty(capacity, dtype=torch.int32, device=x.device)
     values = x.new_empty(capacity)
     ends = counts.cumsum(0)
     _launch(_write, n, keys, level, x, ends, indices, values, capacity)
+    return Sparse(indices, values, n), ends
+
+
+def _compact(
+    keys: Tensor, level: Tensor, x: Tensor, counts: Tensor, capacity: int
+) -> tuple[Sparse, int]:
+    """The entries of x whose key reaches the level, and how many there are."""
+    n = x.numel()
+    room, ends = _written(keys, level, x, counts, min(capacity, n))
+    assert room.indices is not None
     count = int(ends[-1]) if n else 0
-    num = min(count, capacity)
-    return Sparse(indices[:num], values[:num], n), count
+    num = min(count, room.num)
+    return Sparse(room.indices[:num], room.values[:num], n), count
 
 
 def kth_magnitude(x: Tensor, k: int) -> float:
@@ -191,6 +204,12 @@ def select(x: Tensor, threshold: float, capacity: int) -> tuple[Sparse, int]:
     level, counts = _level(threshold, x), _counts(x)
     _launch(_count, x.numel(), x, level, counts)
     return _compact(x, level, x, counts, capacity)
+
+
+def take(x: Tensor, threshold: float, num: int) -> Sparse:
+    level, counts = _level(threshold, x), _counts(x)
+    _launch(_count, x.numel(), x, level, counts)
+    return _written(x, level, x, counts, num)[0]
 
 
 def accumulate_select(

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from oktopk import kernels
 from oktopk.comm import Comm
+from oktopk.host import to_host
 from oktopk.methods.balance import affordable, must_balance, within_bound
 from oktopk.methods.selection import BAND
 from oktopk.methods.state import Level, State, slope_between
 from oktopk.sparse import Sparse
 
 DIGIT = 8  # bits found per round
+RADIX = 1 << DIGIT
 RUNGS = 12
 STEP = 1.08  # counts of neighbouring rungs should differ by this factor
 
@@ -71,18 +73,19 @@ def _by_ladder(region: Sparse, outside: int, k: int, state: State, comm: Comm) -
     assert level is not None
     thresholds = [level.at(STEP ** (RUNGS / 2 - rung)) for rung in range(RUNGS)]  # ascending
     num_reaching = kernels.count_reaching(region.values, thresholds)
-    header = torch.tensor([*num_reaching, outside], dtype=torch.int32, device=region.values.device)
-    table = comm.all_gather(header, stage="counts")  # a row per rank
-    totals = table[:, :RUNGS].sum(0).tolist()
+    header = torch.cat([num_reaching, num_reaching.new_full((1,), outside)])
+    table = _rows(comm.all_gather(header, stage="counts"))
+    totals = [sum(column) for column in zip(*table, strict=True)]
     best = min(range(RUNGS), key=lambda rung: abs(totals[rung] - k))
-    slope = slope_between(thresholds[0], totals[0], thresholds[-1], totals[-1]) or level.slope
+    slope = slope_between(thresholds[0], totals[0], thresholds[-1], totals[RUNGS - 1])
+    slope = slope or level.slope
     if not (1 - BAND) * k <= totals[best] <= (1 + BAND) * k:
         return None
     state.result = Level(thresholds[best], slope).moved(thresholds[best], totals[best] / k)
     return Kept(
-        _reaching(region, thresholds[best], num_reaching[best]),
-        table[:, best].tolist(),
-        table[:, RUNGS].tolist(),
+        _reaching(region, thresholds[best], table[comm.rank][best]),
+        [row[best] for row in table],
+        [row[RUNGS] for row in table],
     )
 
 
@@ -91,8 +94,9 @@ def _exactly(region: Sparse, outside: int, k: int, state: State, comm: Comm) -> 
     threshold = kth_over_ranks(region.values, k, comm)
     above = ~(region.values.abs() <= threshold)  # so written, a NaN is above
     tied = region.values.abs() == threshold
-    header = torch.stack([above.sum(), tied.sum(), above.new_tensor(outside, dtype=torch.int64)])
-    table = comm.all_gather(header.int(), stage="counts").tolist()
+    sums = above.sum(), tied.sum()
+    header = torch.stack([*sums, torch.full_like(sums[0], outside)])
+    table = _rows(comm.all_gather(header.int(), stage="counts"))
     quota = k - sum(num_above for num_above, _, _ in table)
     counts, ties_taken = [], []
     for num_above, num_tied, _ in table:  # rank order is index order
@@ -103,7 +107,8 @@ def _exactly(region: Sparse, outside: int, k: int, state: State, comm: Comm) -> 
     keep = above | (tied & (tied.cumsum(0) <= ties_taken[comm.rank]))
     slope = state.result.slope if state.result else Level(0.0).slope
     state.result = Level(threshold, slope)
-    return Kept(_masked(region, keep), counts, [row[2] for row in table])
+    kept = _masked(region, keep, counts[comm.rank])
+    return Kept(kept, counts, [row[2] for row in table])
 
 
 def kth_over_ranks(values: Tensor, k: int, comm: Comm) -> float:
@@ -119,13 +124,14 @@ def kth_over_ranks(values: Tensor, k: int, comm: Comm) -> float:
     shift, prefix = values.dtype.itemsize * 8, 0
     while shift > 0:
         shift -= DIGIT
-        digits = (bits >> shift).bitwise_and_((1 << DIGIT) - 1)
-        bins = torch.bincount(digits, minlength=1 << DIGIT).int()
-        counts = comm.sum_small(bins, stage="threshold").tolist()
+        digits = bits >> shift
+        # what begins with other digits than those found is counted behind the last bin
+        last = torch.where(digits >> DIGIT == prefix, digits & (RADIX - 1), RADIX)
+        bins = kernels.histogram(last, RADIX + 1)[:RADIX]
+        (counts,) = to_host(comm.sum_small(bins, stage="threshold"))
         digit, k = _digit_of(counts, k)
         prefix = prefix << DIGIT | digit
-        bits = bits[digits == digit]
-    found = torch.tensor(prefix, dtype=integer).view(values.dtype).item()
+    found = kernels.magnitude(prefix, values.dtype)
     return math.inf if math.isnan(found) else found
 
 
@@ -140,11 +146,17 @@ def _digit_of(counts: list[int], k: int) -> tuple[int, int]:
 
 def _reaching(sparse: Sparse, threshold: float, num: int) -> Sparse:
     assert sparse.indices is not None
-    chosen, _ = kernels.select(sparse.values, threshold, num)
+    chosen = kernels.take(sparse.values, threshold, num)
     assert chosen.indices is not None
     return Sparse(sparse.indices[chosen.indices], chosen.values, sparse.numel)
 
 
-def _masked(sparse: Sparse, keep: Tensor) -> Sparse:
+def _masked(sparse: Sparse, keep: Tensor, num: int) -> Sparse:
     assert sparse.indices is not None
-    return Sparse(sparse.indices[keep], sparse.values[keep], sparse.numel)
+    where = kernels.places(keep, num)
+    return Sparse(sparse.indices[where], sparse.values[where], sparse.numel)
+
+
+def _rows(table: Tensor) -> list[list[int]]:
+    """A row for every rank; the host waits once."""
+    return to_host(*table)

@@ -168,9 +168,9 @@ def oktopk(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -> Ex
     form = _form(local, state)
     due = state.bounds is None or state.step % state.bounds_every == 0 or state.uneven
     if due and not state.one_owner:
-        state.bounds = torch.tensor(agreed_bounds(local, comm), dtype=torch.int64)
+        state.bounds = agreed_bounds(local, comm)
     assert state.bounds is not None
-    bounds = state.bounds.tolist()
+    bounds = state.bounds
     mine = split_reduce(local, rider, bounds, comm, form)
     kept = select_globally(mine.region, mine.outside, k, state, comm)
     sums = balance.gather(
@@ -179,7 +179,7 @@ def oktopk(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) -> Ex
     state.step += 1
     state.uneven = kept.balanced
     if kept.cut:
-        state.one_owner, state.bounds = True, torch.tensor(one_owner_bounds(local.numel, comm.size))
+        state.one_owner, state.bounds = True, one_owner_bounds(local.numel, comm.size)
     return Exchanged(
         sums.result,
         mine.offered,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from oktopk import kernels
 from oktopk.comm import Comm, equal_shares
+from oktopk.host import to_device, to_host
 from oktopk.methods import letters
 from oktopk.sparse import Sparse
 from oktopk.wire import Form, Run
@@ -35,14 +36,14 @@ def agreed_bounds(local: Sparse, comm: Comm) -> list[int]:
     in int64. Means of ascending lists ascend. Header: P-1 int64, summed.
     """
     assert local.indices is not None
-    proposal = equal_bounds(local.numel, comm.size)[1:-1]
     if local.num:
-        starts = torch.tensor(equal_bounds(local.num, comm.size)[1:-1], dtype=torch.int64)
-        proposal = local.indices[starts.to(local.indices.device)].tolist()
-    total = comm.sum_small(
-        torch.tensor(proposal, dtype=torch.int64, device=local.values.device), stage="bounds"
-    )
-    return [0, *(total // comm.size).tolist(), local.numel]
+        starts = equal_bounds(local.num, comm.size)[1:-1]
+        proposal = local.indices[to_device(starts, torch.int64, local.values.device)].long()
+    else:
+        equal = equal_bounds(local.numel, comm.size)[1:-1]
+        proposal = to_device(equal, torch.int64, local.values.device)
+    (total,) = to_host(comm.sum_small(proposal, stage="bounds"))
+    return [0, *(cut // comm.size for cut in total), local.numel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,6 @@ def split_reduce(
 def _splits(local: Sparse, bounds: list[int]) -> list[int]:
     """How many entries lie in each region."""
     assert local.indices is not None
-    cuts = torch.searchsorted(
-        local.indices, torch.tensor(bounds[1:-1], dtype=torch.int32, device=local.indices.device)
-    ).tolist()
+    inner = to_device(bounds[1:-1], torch.int32, local.indices.device)
+    (cuts,) = to_host(torch.searchsorted(local.indices, inner))
     return [end - start for start, end in zip([0, *cuts], [*cuts, local.num], strict=True)]

@@ -124,6 +124,9 @@ class Candidates:
 
     def find(self, residual: Tensor, grad: Tensor, acc: Tensor) -> None:
         """`acc = residual + grad`, and what of it reaches the threshold joins the candidates."""
+        if not kernels.finds_at_once(acc):  # `search` will: once, not once per bucket
+            torch.add(residual, grad, out=acc)
+            return
         parts = kernels.spans(acc)
         if len(parts) == 1:
             self._note(*self._found(residual, grad, acc, self._left))
@@ -135,6 +138,13 @@ class Candidates:
             # no part knows of the others: each may have found as many as there is room for in all
             fitting = first(sparse, self.most - self.num)
             self._note(placed(fitting, self._left, self.numel), count)
+
+    def search(self, acc: Tensor) -> None:
+        """Find them in the whole of acc, unless they were found as the gradient was added."""
+        if not kernels.finds_at_once(acc):
+            found, self.count = kernels.select(acc, self.low, self.most)
+            assert found.indices is not None
+            self.room, self.num, self.numel = (found.indices, found.values), found.num, found.numel
 
     @property
     def selection(self) -> Sparse:
@@ -168,6 +178,8 @@ def scout(acc: Tensor, k: int, state: State) -> Candidates | None:
 
 def _room(state: State, most: int, acc: Tensor) -> Room:
     """The room of the last step, if it is enough: fresh memory costs a fault per page."""
+    if not kernels.finds_at_once(acc):  # `Candidates.search` makes its own
+        return acc.new_empty(0, dtype=torch.int32), acc.new_empty(0)
     kept, needed = state.room, most + kernels.SLACK
     if kept is None or kept[0].numel() < needed or kept[1].dtype != acc.dtype:
         kept = acc.new_empty(needed, dtype=torch.int32), acc.new_empty(needed)
@@ -184,6 +196,8 @@ def near_exact(acc: Tensor, k: int, state: State, found: Candidates | None) -> S
     alone: no collective depends on it.
     """
     level = state.local
+    if found is not None:
+        found.search(acc)
     if found is None or not (1 - BAND) * k <= found.count <= found.most:
         return _exact_level(acc, k, state)
     assert level is not None

@@ -6,9 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from oktopk.sparse import Room
 from oktopk.wire import Form
 
@@ -69,8 +66,8 @@ class State:
     result: Level | None = None
     """The level of the summed values, the same on every rank."""
 
-    bounds: Tensor | None = None
-    """The P+1 cut points of the regions, int64, the same on every rank."""
+    bounds: list[int] | None = None
+    """The P+1 cut points of the regions, the same on every rank."""
 
     uneven: bool = False
     """The last step's shares were so uneven that the bounds should be agreed on again."""
@@ -83,8 +80,7 @@ class State:
 
     def shared(self) -> str:
         """What must be the same on every rank, as text to compare."""
-        bounds = None if self.bounds is None else self.bounds.tolist()
-        return repr((self.step, self.result, bounds, self.uneven, self.one_owner))
+        return repr((self.step, self.result, self.bounds, self.uneven, self.one_owner))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists only, so that safe loading and JSON take it."""
@@ -92,7 +88,7 @@ class State:
             "step": self.step,
             "local": _pair(self.local),
             "result": _pair(self.result),
-            "bounds": None if self.bounds is None else self.bounds.tolist(),
+            "bounds": None if self.bounds is None else list(self.bounds),
             "uneven": self.uneven,
             "one_owner": self.one_owner,
         }
@@ -101,8 +97,7 @@ class State:
         self.step = state["step"]
         self.local = None if state["local"] is None else Level(*state["local"])
         self.result = None if state["result"] is None else Level(*state["result"])
-        bounds = state["bounds"]
-        self.bounds = None if bounds is None else torch.tensor(bounds, dtype=torch.int64)
+        self.bounds = None if state["bounds"] is None else list(state["bounds"])
         self.uneven, self.one_owner = state["uneven"], state["one_owner"]
 
 

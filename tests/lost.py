@@ -35,7 +35,7 @@ def main(rank: int, size: int, port: int, settings: dict, where: str, how: str, 
             lose(*PLACES[where], how)
         config = Config(**(TINY | {"name": "lost", "timeout": 6.0} | settings))
         try:
-            sys.exit(command.work(config, Place("test", rank, size, rank, size), resume=False))
+            sys.exit(command.work(config, Place("test", rank, size, rank, size), False, []))
         except (RunError, ExchangeError, LaunchError) as error:  # as the command line does
             sys.exit(f"{type(error).__name__}: {error}")
 

@@ -17,6 +17,7 @@ import oktopk
 from oktopk import comm as comm_module
 from oktopk import exchanger as exchanger_module
 from oktopk import misuse
+from oktopk.bucket_tracker import SETTLED
 from oktopk.comm import ExchangeError, TorchTransport
 from oktopk.exchanger import Arrived, Exchanger
 from oktopk.host import wait_until
@@ -143,7 +144,7 @@ def order_of_events(group, syncs: bool) -> list[str]:
     feed, take = handle._engine.feed, handle._feed
     handle._engine.feed = lambda *args: (events.append("exchanged"), feed(*args))
     handle._feed = lambda arrived: (events.append("arrived"), take(arrived))
-    for _ in range(5):
+    for _ in range(SETTLED + 2):
         events.clear()
         model(torch.randn(2, 600)).sum().backward()
     handle.close()
@@ -232,6 +233,7 @@ class Taker:
 
 def outcome(exchanger: Exchanger, cuda: FakeCuda) -> list[str]:
     """What happened for one bucket, until its future was done."""
+    exchanger.call(lambda: None)  # the thread has ended all that was before
     cuda.notes.clear()
     answer = exchanger.submit(cuda.bucket())
     try:

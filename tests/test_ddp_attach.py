@@ -267,17 +267,17 @@ def test_more_entries_than_int32_can_index_are_refused(shapes, more, message):
         bucket_bytes_cap=25 * 2**20,
     )
     if message is None:
-        misuse.refuse_size(model, Settings(**{"warmup_steps": 3, **more}))
+        misuse.refuse_size(model, Settings(**{"warmup_steps": 4, **more}))
     else:
         with pytest.raises(ValueError, match=message):
-            misuse.refuse_size(model, Settings(**{"warmup_steps": 3, **more}))
+            misuse.refuse_size(model, Settings(**{"warmup_steps": 4, **more}))
 
 
 def by_bucket(group) -> bool:
     """A model with more entries than can be indexed together, in buckets that have fewer."""
     most, layout.MOST = layout.MOST, 8000
     try:
-        *parts, handle = build(group, IDIOMS["plain"], 0, {"warmup_steps": 3, "scope": "bucket"})
+        *parts, handle = build(group, IDIOMS["plain"], 0, {"warmup_steps": 4, "scope": "bucket"})
         for step in range(6):
             one_step(*parts, IDIOMS["plain"], dist.get_rank(group), step)
         handle.close()

@@ -51,9 +51,9 @@ def attach_badly(group, what: str) -> str:
     [
         ("model", "attach needs a DistributedDataParallel model, got Net"),
         ("density", "density must be in (0, 1], got -2.0"),
-        ("timeout", "timeout must be more than 0 seconds, got -2.0"),
+        ("timeout", "timeout must be more than 0 seconds and at most 10000000, got -2.0"),
         ("clip_before", "clip_before must be more than 0, or None, got -2.0"),
-        ("check_every", "check_every must be 0 (never) or more steps, got -2.0"),
+        ("check_every", "check_every must be a whole number, got -2.0"),
         ("complex", "parameter 'turn' is torch.complex64: gradients must be real"),
         ("sparse", "parameter '0.weight' has sparse gradients: use Embedding(..., sparse=False)"),
     ],

@@ -161,7 +161,7 @@ def test_a_state_of_another_model_is_refused():
     state = Reducer(10).state_dict()
     with pytest.raises(ValueError, match="numel=10, this is 11"):
         Reducer(11).load_state_dict(state)
-    with pytest.raises(ValueError, match="method=oktopk, this is topka"):
+    with pytest.raises(ValueError, match="method='oktopk', this is topka"):
         Reducer(10, method="topka").load_state_dict(state)
 
 

@@ -39,6 +39,7 @@ def found_by(num: int, residuals, grads, most: int) -> tuple[Candidates, list]:
     with threads(num):
         for residual, grad, acc in zip(residuals, grads, sums, strict=True):
             found.find(residual, grad, acc)
+        found.search(torch.cat(sums))
     return found, sums
 
 

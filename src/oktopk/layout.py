@@ -47,7 +47,7 @@ def check_indexable(numels: list[int], scope: str) -> None:
     whole = scope == "model"
     together = sum(numels) if whole else max(numels, default=0)
     if together > MOST:
-        advice = "use scope='bucket'" if whole else "use a smaller bucket_cap_mb, warmup_steps=3"
+        advice = "use scope='bucket'" if whole else "use a smaller bucket_cap_mb, warmup_steps=4"
         raise ValueError(
             f"{'the model' if whole else 'a bucket'} has {together} trainable entries, and no more "
             f"than {MOST} can be selected together, as indices are int32: {advice} or "

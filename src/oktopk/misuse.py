@@ -7,12 +7,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.arguments import integer, number
+from oktopk.bucket_tracker import SETTLED
 from oktopk.hook import attached_to
 from oktopk.layout import check_indexable
 from oktopk.settings import Settings
 
 MOST_SECONDS = 10**7  # about four months: larger ones overflow in the C++ of the process group
-REBUILT = 3  # steps after which DDP has rebuilt its buckets, also with a static graph
 
 
 def refuse_misuse(
@@ -46,11 +46,11 @@ def refuse_size(model: DistributedDataParallel, settings: Settings) -> None:
     trained = [p for p in model._module_parameters if p.requires_grad]
     numels = [p.numel() for p in trained]
     if settings.scope == "bucket":
-        # DDP closes a bucket at so many bytes, and never cuts a parameter; but in its first steps,
-        # before it has seen an order, it may have one bucket for everything
+        # DDP closes a bucket at so many bytes, and never cuts a parameter; but the first steps are
+        # exchanged in its first buckets, which may be one for everything
         cap = model.bucket_bytes_cap // min((p.element_size() for p in trained), default=1)
         largest = cap + max(numels, default=0)
-        numels = [min(sum(numels), largest) if settings.warmup_steps >= REBUILT else sum(numels)]
+        numels = [min(sum(numels), largest) if settings.warmup_steps >= SETTLED else sum(numels)]
     check_indexable(numels, settings.scope)
 
 

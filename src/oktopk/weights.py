@@ -47,7 +47,12 @@ def checksum(x: Tensor) -> Tensor:
 
 
 def check_replicas(
-    parameters: dict[str, Tensor], comm: Comm, step: int, *, joined: bool, has_joined: bool
+    parameters: dict[str, Tensor],
+    comm: Comm,
+    step: int,
+    *,
+    joined: bool = False,
+    has_joined: bool = False,
 ) -> None:
     """Raise ReplicaError on every rank, naming the first tensor that differs and where.
 

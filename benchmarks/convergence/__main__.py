@@ -7,7 +7,7 @@
 
 A setting is `dense`, `plain` (error feedback alone, after a dense warm-up) or `auto` (what suits
 the optimizer, after a ramp), and arguments of `oktopk.attach` behind commas (for speech, fields of
-a training config); `dense,beta1=0.3` gives dense AdamW the beta1 that sparse has. A run that has a
+a training config); `dense,beta1=0.3` gives dense AdamW what `auto,beta1=0.3` has. A run that has a
 record in the folder is not run again; a failed one does not lose the others. At the end: a table
 and pictures of all records in the folder, also in the folder. Records do not know the code: after
 a change of the library, use another folder.

@@ -19,7 +19,7 @@ RATES = {"sgd": {"lr": "0.003"}}
 
 def train(key: Key, folder: Path, an4: Path | None) -> Record:
     """One run; its folder is beside the records and is resumed when it was cut short."""
-    name = key.path(folder).stem
+    name = key.path(folder).stem.replace("+", "_")  # `oktopk train` takes no `+`
     base, more = arguments(key.setting)
     flags = {
         "config": CONFIGS[key.task],

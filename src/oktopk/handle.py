@@ -217,8 +217,6 @@ class Handle:
                 self._engine.num_dense,
             )
         self._engine.begin()  # from here on all traffic is of this step
-        if not self._agreed:
-            self._agree()
         if self.check_every and self.step and self.step % self.check_every == 0:
             flags = {"joined": self.joined, "has_joined": self.has_joined}
             check_replicas(self._named.parameters, self.comm, self.step, **flags)
@@ -244,6 +242,8 @@ class Handle:
         if layout != self._layout and (not self._loaded or self._steady >= STEADY):
             self._lay_out(layout, self.residuals)
         self._loaded = self._loaded and layout != self._layout
+        if not self._agreed:
+            self._agree()
         moved = layout != self._layout
         staged = self._named.staged(self._waiting, self._layout) if moved else None
         grads = staged or [arrived.buffer for arrived in self._waiting]

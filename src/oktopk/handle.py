@@ -251,8 +251,6 @@ class Handle:
                 self._engine.num_dense,
             )
         self._engine.begin()  # from here on all traffic is of this step
-        if not self._agreed:
-            self._agree()
         if self.check_every and self.step and self.step % self.check_every == 0:
             flags = {"joined": self.joined, "has_joined": self.has_joined}
             check_replicas(self._named.parameters, self.comm, self.step, **flags)
@@ -276,6 +274,8 @@ class Handle:
         if layout != self._layout:
             with self._engine.lock:
                 self._lay_out(layout, self.residuals)
+        if not self._agreed:
+            self._agree()
         copied = layout != ddp
         may_overlap = self.overlaps and self.clip_before is None
         if self._buckets.is_steady and not copied and may_overlap:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import sha256
 from threading import Event
 from time import monotonic
@@ -23,6 +24,7 @@ ROOM = 1024  # bytes for a rank's facts as JSON
 PROTOCOL = 1  # of the messages between ranks; to be raised whenever they change
 SHOWN = 8  # ranks, and differences, that an error lists
 LONGEST_PAUSE = 0.2  # seconds between two looks at the store
+LONGEST_STAY = 5.0  # seconds a rank that must raise stays for the others
 
 
 class Store(Protocol):
@@ -58,26 +60,44 @@ def agree_at(
         store = open_store()
         # every rank counts its own calls, and all call alike: the same number is the same call
         prefix = f"oktopk.attach.{store.add(f'oktopk.attach.{rank}', 1)}"
-        verdict, words = f"{prefix}.verdict", [f"{prefix}.{each}" for each in range(size)]
-        store.set(words[rank], json.dumps(facts))
-        if store.add(f"{prefix}.present", 1) == size:
-            found = "ValueError", differences([json.loads(store.get(word)) for word in words])
-            said = store.compare_set(verdict, "", json.dumps(found))
-        elif _appears(store, verdict, timeout):
-            said = store.get(verdict)
-        else:
-            found = "ExchangeError", _absent(store, words, timeout)
-            said = store.compare_set(verdict, "", json.dumps(found))
-        kind, text = json.loads(said)
-        if not text:
-            store.set(words[rank], "")  # it has been read
+        kind, text = _verdict(store, prefix, rank, size, timeout, facts)
     except RuntimeError as error:  # of torch's store
         raise ExchangeError(
             f"rank {rank}: the store of the process group does not answer, so the ranks could not "
             f"compare their settings; it usually lives in rank 0 of the job, look there ({error})"
         ) from error
     if text:
+        with suppress(RuntimeError):  # the store has gone: nobody can hear any more
+            _until_all_have_heard(store, prefix, min(timeout, LONGEST_STAY))
         raise (ValueError if kind == "ValueError" else ExchangeError)(text)
+
+
+def _verdict(
+    store: Store, prefix: str, rank: int, size: int, timeout: float, facts: dict[str, Any]
+) -> tuple[str, str]:
+    """The kind of error and its text, the same on every rank; the text is empty if all is well."""
+    verdict, words = f"{prefix}.verdict", [f"{prefix}.{each}" for each in range(size)]
+    store.set(words[rank], json.dumps(facts))
+    if store.add(f"{prefix}.present", 1) == size:
+        found = "ValueError", differences([json.loads(store.get(word)) for word in words])
+        said = store.compare_set(verdict, "", json.dumps(found))
+    elif _appears(store, verdict, timeout):
+        said = store.get(verdict)
+    else:
+        found = "ExchangeError", _absent(store, words, timeout)
+        said = store.compare_set(verdict, "", json.dumps(found))
+    kind, text = json.loads(said)
+    if not text:
+        store.set(words[rank], "")  # it has been read
+    return kind, text
+
+
+def _until_all_have_heard(store: Store, prefix: str, timeout: float) -> None:
+    """Wait until every rank that came has its verdict: the store may end with this process."""
+    heard, until, pause = store.add(f"{prefix}.heard", 1), monotonic() + timeout, Event()
+    while heard < store.add(f"{prefix}.present", 0) and monotonic() < until:
+        pause.wait(LONGEST_PAUSE / 10)
+        heard = store.add(f"{prefix}.heard", 0)
 
 
 def differences(everyone: list[dict[str, Any]]) -> str:

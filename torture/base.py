@@ -29,7 +29,7 @@ def prepare(base: str) -> None:
         size = {"hidden": 8, "layers": 1, "channels": 2, "batch": 1, "validate_batch": 2}
         every = {"checkpoint_every": 3, "log_every": 1, "probe_every": 2, "warmup_steps": 2}
         places = {"name": "tiny", "runs": str(root / "runs"), "data": str(root / "corpus")}
-        work(Config(**size, **every, **places, epochs=1, density=0.1), ALONE, False)
+        work(Config(**size, **every, **places, epochs=1, density=0.1), ALONE, False, [])
         for part in ("train", "test"):
             _an4(root, part)
         for ending, how in {"": "", ".gz": "z", ".xz": "J", ".bz2": "j"}.items():

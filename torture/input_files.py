@@ -95,7 +95,7 @@ def checkpoint_file(desk: Desk) -> Input:
 
     def call() -> None:
         try:
-            find_and_restore(_run(desk.base), desk.folder)
+            find_and_restore(_run(desk.base), desk.folder, ())
         except RunError as error:
             raise LostError(f"the older checkpoint was not taken: {error}") from error
         if _run(desk.base).progress.step not in (3, 6):
@@ -128,7 +128,7 @@ def checkpoint_content(desk: Desk) -> Input:
     facts["files"][path.name] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
     (path.parent / "complete.json").write_text(json.dumps(facts))
     what = f"{path.name}: {what}"
-    call = lambda: find_and_restore(_run(desk.base), desk.folder)  # noqa: E731
+    call = lambda: find_and_restore(_run(desk.base), desk.folder, ())  # noqa: E731
     return Input(what, call, (RunError,), (newest.name, path.name))
 
 

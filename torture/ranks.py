@@ -272,6 +272,9 @@ def load(job: Job, model: nn.Module, optimizer: Any, handle: Any) -> None:
     optimizer.load_state_dict(saved[0]["optimizer"])
     states = [each["handle"] for each in saved]
     handle.load_state_dict(states if job.loads else states[0])
+    # a run that was killed after its last step has none left to take
+    weights = digest(dict(model.named_parameters()))
+    note(job, "steps", {"step": job.resume_from - 1, "weights": weights})
     if job.loads:
         torch.save(handle.state_dict()["residuals"], f"{job.folder}/taken-over-{job.rank}.pt")
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from oktopk.compare.command import sum_up
+from oktopk.files import FileError
 from oktopk.join import ALONE
 from oktopk.reducer import default_comm
 from oktopk.train.command import find_and_restore
@@ -129,7 +130,7 @@ def checkpoint_content(desk: Desk) -> Input:
     (path.parent / "complete.json").write_text(json.dumps(facts))
     what = f"{path.name}: {what}"
     call = lambda: find_and_restore(_run(desk.base), desk.folder, ())  # noqa: E731
-    return Input(what, call, (RunError,), (newest.name, path.name))
+    return Input(what, call, (RunError, FileError), (newest.name, path.name))
 
 
 @cache

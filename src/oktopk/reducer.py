@@ -137,9 +137,11 @@ class Reducer:
                 "residual dtype": str(self.residual.dtype),
                 "gradient shape": list(grad.shape),
                 "gradient dtype": str(grad.dtype),
+                "gradient device": grad.device.type,
                 "gradient is contiguous": grad.is_contiguous(),
             }
-            agree(self.comm, grad.device, facts)
+            has_data = grad.device.type != "meta"
+            agree(self.comm, grad.device if has_data else torch.device("cpu"), facts)
             self._agreed = True
         check_gradient(grad, self.numel, f"rank {self.comm.rank}, step {self.step}")
 

@@ -131,6 +131,18 @@ class Exchanger:
                 error = self.failure = _as_exception(failed)
             while pending and error is not None:
                 pending.pop(0)[1].set_result(error)
+        self._refuse_the_rest()
+
+    def _refuse_the_rest(self) -> None:
+        """Answer what was queued behind the end of this thread: somebody may wait for it."""
+        while not self._queue.empty():
+            if (item := self._queue.get()) is not None:
+                asked, done = item
+                closed = RuntimeError(CLOSED)
+                if isinstance(asked, Arrived):
+                    done.set_result(closed)
+                else:
+                    done.set_exception(closed)
 
     def _attempt(self, arrived: Arrived) -> Exception | None:
         """Take a bucket; the error to raise in backward, on the user's thread."""

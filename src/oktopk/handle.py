@@ -257,12 +257,12 @@ class Handle:
 
     def _follow(self) -> None:
         """Bring what is owed to the present loss scale and learning rates."""
-        scale = self._followed.scale_factor()
-        if scale != 1.0:
-            self._engine.rescale(scale)
-        factors = self._followed.rate_factors(self._named.parameters)  # it must see every rate
-        self.rate_factors = factors if self.settings.follow_rate else {}
-        with self._engine.lock:
+        with self._engine.lock:  # a state must not have new rates beside old residuals
+            scale = self._followed.scale_factor()
+            if scale != 1.0:
+                self._engine.rescale(scale)
+            factors = self._followed.rate_factors(self._named.parameters)  # it must see every rate
+            self.rate_factors = factors if self.settings.follow_rate else {}
             for name, residual in self.residuals.items() if self.rate_factors else ():
                 residual.mul_(self.rate_factors.get(name, 1.0))
 

@@ -9,8 +9,9 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from oktopk import Reducer
+from oktopk import Reducer, attach
 from oktopk.settings import Settings
 
 ODD = [
@@ -46,6 +47,27 @@ def test_settings_of_any_type_are_named_or_taken(name):
 def test_arguments_of_a_reducer_are_named_or_taken(name):
     for value in ODD:
         refused(lambda value=value: Reducer(**({"numel": 10} | {name: value})))
+
+
+def attach_oddly(group) -> list[str]:
+    """Arguments of `attach` that were neither taken nor refused by name."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(8, 8), process_group=group)
+    optimizer, wrong = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for name in ("method", "timeout", "clip_before", "check_every", "total_steps", "policy"):
+        for value in ODD:
+            try:
+                attach(model, **({"optimizer": optimizer} | {name: value})).close()
+            except (TypeError, ValueError) as error:
+                if name not in str(error):
+                    wrong.append(f"{name}={value!r}: {error}")
+            except Exception as error:  # noqa: BLE001 - what the test looks for
+                wrong.append(f"{name}={value!r}: {type(error).__name__}: {error}")
+    return wrong
+
+
+def test_arguments_of_attach_of_any_type_are_named_or_taken(worlds):
+    assert worlds.run(1, attach_oddly) == [[]]
 
 
 def test_gradients_of_any_type_are_refused_by_name():

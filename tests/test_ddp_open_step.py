@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 
@@ -152,10 +153,109 @@ def another_ranks_state(group) -> tuple:
 
 def test_a_rank_refuses_the_state_of_another_and_takes_the_gathered_one(worlds):
     for rank, (before, after, said) in enumerate(worlds.run(3, another_ranks_state)):
-        assert len(said) == 2
-        assert all(one.startswith(f"rank {rank}: the state was saved by rank ") for one in said)
+        refused = f"rank {rank}: the state was saved by rank "
+        others = "the ranks disagree: the loaded state is "
+        assert [one.startswith(refused) for one in said] == [other != rank for other in range(3)]
+        assert said[rank].startswith(others) and "refused on rank" in said[rank]
         for name, part in before["residuals"].items():
             assert torch.equal(part, after["residuals"][name]), name
+
+
+def loaded_by_one_rank(group) -> str:
+    """What a rank hears that loads a state in the middle of training, and the others do not."""
+    rank = torch.distributed.get_rank(group)
+    parts = build(group, IDIOMS["plain"], 0, SPARSE | {"timeout": 2.0})
+    for step in range(8):
+        one_step(*parts[:3], IDIOMS["plain"], rank, step)
+    handle, said = parts[3], ""
+    if rank == 1:
+        try:
+            handle.load_state_dict(handle.state_dict())
+        except oktopk.ExchangeError as error:
+            said = str(error)
+    torch.distributed.barrier(group)
+    one_step(*parts[:3], IDIOMS["plain"], rank, 8)  # nothing was loaded: training goes on
+    torch.distributed.barrier(group)
+    handle.close()
+    return said
+
+
+def test_a_rank_that_loads_alone_is_told_and_loads_nothing(worlds):
+    heard = worlds.run(2, loaded_by_one_rank)
+    assert heard[0] == ""
+    assert heard[1].startswith("rank 0 did not call load_state_dict within 2 s of another rank")
+
+
+def owed_to_dense(group) -> tuple:
+    """All that was given and got, where a parameter that had a residual travels dense later."""
+    rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(40, 40, bias=False), process_group=group)
+    weight, g = model.module.weight, torch.Generator().manual_seed(rank)
+    given, got, state = torch.zeros(40, 40), torch.zeros(40, 40), None
+    for dense in ((), ("weight",)):
+        policy = oktopk.Policy(below=0, patterns=dense)
+        handle = oktopk.attach(model, density=0.05, warmup_steps=0, policy=policy)
+        if state is not None:
+            handle.load_state_dict(state)
+        for _ in range(4):
+            x = torch.randint(-4, 5, (40, 40), generator=g).float()
+            model.zero_grad()
+            model(torch.eye(40)).mul(x.T).sum().backward()
+            given, got = given + x, got + weight.grad * size
+        state = handle.state_dict()
+        handle.close()
+    return given, got, state["residuals"]["weight"]
+
+
+def test_a_parameter_that_travels_dense_later_gets_what_it_is_owed(worlds):
+    ranks = worlds.run(2, owed_to_dense)
+    torch.testing.assert_close(ranks[0][1], ranks[0][0] + ranks[1][0])
+    assert not any(owed.any() for _, _, owed in ranks)
+
+
+def states_while_rates_change(group) -> list[tuple[float, float]]:
+    """Learning rates in states beside the residual of an entry that is never sent."""
+    rank = torch.distributed.get_rank(group)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(64, 64, bias=False), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    handle = oktopk.attach(model, optimizer=optimizer, density=0.01, warmup_steps=0, ramp_steps=0)
+    seen, over = [], threading.Event()
+
+    def watch() -> None:
+        while not over.is_set():
+            seen.append(handle.state_dict())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    large = torch.ones(64, 64)
+    large[:4] = 100.0 + rank
+    try:
+        for step in range(40):
+            optimizer.param_groups[0]["lr"] = 1.0 if step % 2 else 0.5
+            optimizer.zero_grad()
+            # after the first step the last entry gets no gradient: it changes with the rate alone
+            x = large.clone()
+            x[-1, -1] = float(step == 0)
+            model(torch.eye(64)).mul(x.T).sum().backward()
+            optimizer.step()
+    finally:
+        over.set()
+        thread.join()
+        handle.close()
+    return [
+        (json.loads(state["facts"])["followed"]["rates"]["weight"], float(owed[-1, -1]))
+        for state in seen
+        if (owed := state["residuals"]["weight"])[-1, -1]
+    ]
+
+
+def test_a_state_has_residuals_and_rates_of_the_same_moment(worlds):
+    for pairs in worlds.run(2, states_while_rates_change):
+        assert len({rate for rate, _ in pairs}) > 1
+        products = {rate * owed for rate, owed in pairs}
+        assert len(products) == 1, products
 
 
 def frozen_base(group) -> tuple:

@@ -55,6 +55,11 @@ def test_a_file_larger_than_expected_is_not_read(tmp_path):
         files.read_text(path)
 
 
+def test_a_tensor_where_numbers_by_name_belong_is_an_error_of_the_file():
+    with pytest.raises(FileError, match="holds an object of an unexpected type"):
+        files.checked({"step": 1, "files": torch.ones(2)}, Facts, "x.pt")
+
+
 def test_errors_cross_processes():
     error = files.file_error("a", "is wrong", place="line 1", advice="mend it")
     assert str(pickle.loads(pickle.dumps(error))) == "a: line 1: is wrong; mend it"

@@ -73,6 +73,12 @@ def changed(**changes) -> dict:
     return state | {"facts": json.dumps(facts)}
 
 
+def test_states_of_different_steps_are_not_put_together():
+    later = changed(rank=1, engine__step=8)
+    with pytest.raises(StateError, match="rank 0 is of step 7, that of rank 1 of step 8"):
+        load([a_state(), later])
+
+
 def test_a_good_state_is_read():
     saved = load(a_state())
     assert saved.facts.engine.step == 7 and saved.residuals["a"].shape == (4, 3)

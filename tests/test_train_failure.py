@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import subprocess
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import speech
+from oktopk.train import checkpoint
 from worlds import forkserver
 
 SETTINGS = {"epochs": 2, "checkpoint_every": 2}  # 6 steps an epoch on two ranks
@@ -187,6 +189,22 @@ def test_a_checkpoint_renamed_to_a_higher_step_is_not_believed(worlds, corpus, t
     _, result, _ = worlds.run(2, speech.train, corpus, str(tmp_path), SETTINGS, True)[0]
     assert result is not None
     assert {path.name for path in place.iterdir()} >= {"step-00000010", "step-00000012"}
+
+
+def test_pruning_leaves_what_somebody_renamed_or_copied(tmp_path):
+    for step in (1, 2, 3, 4):
+        folder = checkpoint.step_folder(tmp_path, step)
+        folder.mkdir()
+        written = {"bytes": 0, "sha256": "00" * 32}
+        files = dict.fromkeys(("common.pt", "rank-0.pt"), written)
+        facts = {"step": step, "world_size": 1, "files": files}
+        (folder / "complete.json").write_text(json.dumps(facts))
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000001-best")
+    (tmp_path / "step-00000002").rename(tmp_path / "step-00000000")  # as if it were older
+    (tmp_path / "step-00000002").mkdir()  # never completed
+    checkpoint.prune(tmp_path, keep=1)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["step-00000000", "step-00000001-best", "step-00000004"]
 
 
 def test_files_of_another_step_in_a_checkpoint_are_refused(worlds, corpus, tmp_path):

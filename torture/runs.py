@@ -164,11 +164,16 @@ def worker(process: subprocess.Popen, variable: str) -> int | None:
 
 
 def weights(folder: Path) -> str:
-    """The bits of the model in the newest checkpoint."""
-    newest = max(folder.glob("checkpoints/step-*/complete.json"), default=None)
-    if newest is None:
+    """The bits of the model in the newest checkpoint; one that a trial renamed is none."""
+    complete = {
+        json.loads(path.read_text())["step"]: path
+        for path in folder.glob("checkpoints/step-*/complete.json")
+    }
+    own = [step for step, path in complete.items() if path.parent.name == f"step-{step:08d}"]
+    if not own:
         return ""
-    return digest(torch.load(newest.with_name("common.pt"), weights_only=True)["model"])
+    newest = complete[max(own)].with_name("common.pt")
+    return digest(torch.load(newest, weights_only=True)["model"])
 
 
 def reference(trial: Trial) -> str:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,16 +21,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from oktopk.arguments import integer, shown
+from oktopk.arguments import choice, integer, shown
 from oktopk.comm import Comm, TorchTransport
 from oktopk.costs import Work, cheapest, entry_bits, probe_link, probe_machine
 from oktopk.exchanger import Arrived
 from oktopk.followed import Followed
-from oktopk.groups import new_group
+from oktopk.groups import own_transport
 from oktopk.handle import Handle
 from oktopk.handshake import PROTOCOL, agree_at
 from oktopk.hook import HookState, attached_to
-from oktopk.misuse import is_on_cuda, may_overlap, refuse_misuse, refuse_size
+from oktopk.methods import METHODS
+from oktopk.misuse import (
+    is_on_cuda,
+    may_overlap,
+    norm_or_none,
+    refuse_misuse,
+    refuse_size,
+    seconds,
+)
 from oktopk.named import Named
 from oktopk.policy import Policy
 from oktopk.remedies import suited, warn_if_short
@@ -85,7 +94,10 @@ def attach(
         check_every: steps between comparisons of the weights of all ranks; 0 is never.
         more: the other fields of `oktopk.settings.Settings`.
     """
-    refuse_misuse(model, timeout, clip_before, check_every)
+    refuse_misuse(model)
+    timeout, clip_before = seconds(timeout), norm_or_none(clip_before)
+    check_every = integer("check_every", check_every, least=0)
+    choice("method", method, (*METHODS, "auto"))
     if total_steps is not None:
         total_steps = integer("total_steps", total_steps, least=1)
     if policy is not None and not isinstance(policy, Policy):
@@ -111,10 +123,16 @@ def attach(
         "optimizer": type(followed.optimizer).__name__,
         "scaler": scaler is not None,
     }
-    _agree(model, arguments | _facts(model, policy), timeout)
+    agree = partial(_agree, model.process_group, timeout)
+    place = agree(arguments | _facts(model, policy), "attach", "oktopk.attach")
     handle = _started(model, settings, policy, followed, timeout, auto=method == "auto")
     handle.on_step, handle.clip_before, handle.check_every = on_step, clip_before, check_every
     handle.overlaps = may_overlap(model)
+
+    def agree_to_load(facts: dict[str, Any], step: int) -> None:
+        agree(facts, "load_state_dict", f"{place}.step-{step}")
+
+    handle.agree_to_load = agree_to_load
     return handle
 
 
@@ -160,10 +178,10 @@ def _facts(model: DistributedDataParallel, policy: Policy) -> dict[str, Any]:
     return facts
 
 
-def _agree(model: DistributedDataParallel, facts: dict[str, Any], timeout: float) -> None:
+def _agree(group: Any, timeout: float, facts: dict[str, Any], call: str, place: str) -> str:
     """Compare what all ranks are about to do, before any collective: ranks that differ abort."""
-    transport = TorchTransport(model.process_group)
-    agree_at(transport.store, transport.rank, transport.size, timeout, facts)
+    transport = TorchTransport(group)
+    return agree_at(transport.store, transport.rank, transport.size, timeout, facts, call, place)
 
 
 def _chosen(model: DistributedDataParallel, settings: Settings, comm: Comm) -> str:
@@ -201,16 +219,13 @@ def _own_group(
     """
     ranks = dist.get_process_group_ranks(group)
     patience = patience_of(timeout)
-    limit = timeout - patience
-    own = new_group(
+    transport = own_transport(
         ranks,
         timeout,
-        # NCCL ends the process at its limit, so ours must come first, and leave time to say who
-        limit=2 * timeout if on_cuda else limit,
+        on_cuda=on_cuda,
         backend=dist.get_backend(group),
         use_local_synchronization=len(ranks) < dist.get_world_size(),
     )
-    transport = TorchTransport(own, owned=True, timeout=limit)
     undo.callback(transport.close)
     if (of_job := present()) is not None and ranks == list(range(dist.get_world_size())):
         roll_call = of_job.share()

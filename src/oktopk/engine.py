@@ -340,11 +340,12 @@ class Engine:
     def _prepared(self, step: Step, bucket: int, grad: Tensor, residual: Tensor) -> Tensor:
         """The gradient in the residual's dtype, without what travels dense or must be left out."""
         ranges = self.buckets[bucket].dense
-        parts = [grad[start:end].to(residual.dtype, copy=True) for start, end in ranges]
+        # with what is owed, as of a parameter that traveled sparse when the state was saved
+        parts = [grad[s:e].to(residual.dtype) + residual[s:e] for s, e in ranges]
         step.riders[bucket] = torch.cat(parts) if parts else residual[:0]
-        for start, end in ranges:  # so they are never selected, and owe nothing
-            grad[start:end] = 0
         wide = grad.to(residual.dtype)
+        for start, end in ranges:  # acc is made 0: so they are never selected, and owe nothing
+            wide[start:end] = -residual[start:end]
         # DDP delivers nothing to a parameter that no rank used: its residual must stay here, so
         # acc is made 0, of which nothing can be selected
         for start, end in self.buckets[bucket].may_be_unused:

@@ -12,9 +12,9 @@ import logging
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future as ConcurrentFuture
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeVar
@@ -177,6 +177,19 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     return _streams[device]
+
+
+@contextmanager
+def reading(x: Tensor | None) -> Iterator[None]:
+    """Read x on the current stream; the stream of the exchange does not change it meanwhile."""
+    if x is None or not x.is_cuda:
+        yield
+        return
+    here, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+    here.wait_stream(side)
+    x.record_stream(here)
+    yield
+    side.wait_stream(here)
 
 
 def share(x: Tensor) -> None:

@@ -110,6 +110,9 @@ def checked(value: Any, kind: type[T], path: Path | str, advice: str = "") -> T:
     """A value that was read from `path`, once it has the types of `kind`."""
     try:
         return msgspec.convert(value, kind)
+    except (AttributeError, TypeError) as error:  # of an object that msgspec takes for a mapping
+        problem = f"holds an object of an unexpected type ({first_line(error)})"
+        raise file_error(path, problem, advice=advice) from error
     except (ValueError, RecursionError) as error:
         problem, place = _told(error)
         raise file_error(path, problem, place=place, advice=advice) from error

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oktopk.bounded import GRACE, Overdue, within
-from oktopk.comm import ExchangeError, Transport
+from oktopk.comm import ExchangeError, TorchTransport, Transport
 from oktopk.rollcall import RollCall, of_network, patience_of, present
 
 T = TypeVar("T")
@@ -59,15 +59,21 @@ def bounded_group(timeout: float, make: Callable[[timedelta], T]) -> T:
         raise ExchangeError(f"no process group was made within {timeout:g} s") from error
 
 
-def new_group(
-    ranks: list[int] | None, timeout: float, *, limit: float | None = None, **more: Any
-) -> Any:
-    """torch's new_group, bounded. Every rank of the group must call it.
+def own_transport(
+    ranks: list[int] | None, timeout: float, *, on_cuda: bool, **more: Any
+) -> TorchTransport:
+    """The transport of a new group. Every rank of it must call it; `more` is for torch's new_group.
 
-    `limit` is that of its operations, in seconds; None leaves time to find out who is missing.
+    An operation that takes longer than `timeout`, less the time to find out who is missing, fails.
+    NCCL ends the process at its own limit, so that one is later than ours.
     """
-    own = None if limit is None else timedelta(seconds=limit)
-    return bounded_group(timeout, lambda rest: dist.new_group(ranks, timeout=own or rest, **more))
+
+    def make(limit: timedelta) -> TorchTransport:
+        of_torch = timedelta(seconds=2 * timeout) if on_cuda else limit
+        group = dist.new_group(ranks, timeout=of_torch, **more)
+        return TorchTransport(group, owned=True, timeout=limit.total_seconds())
+
+    return bounded_group(timeout, make)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from oktopk.bucket_tracker import BucketTracker, Layout
 from oktopk.clipping import clip_
 from oktopk.comm import Comm, ExchangeError
 from oktopk.engine import Engine, NonfiniteError
-from oktopk.exchanger import Arrived, Exchanger, share
+from oktopk.exchanger import Arrived, Exchanger, reading, share
 from oktopk.followed import Followed
 from oktopk.gathered import GatheredState, gather_states
 from oktopk.handshake import agree
@@ -53,6 +53,8 @@ class Handle:
         self.on_step: Callable[[StepStats], None] | None = None
         self.clip_before: float | None = None
         self.check_every = 0
+        self.agree_to_load: Callable[[dict[str, Any], int], None] = lambda facts, step: None
+        """Compares facts of all ranks, that load a state after so many steps."""
         self.joined = self.has_joined = False
         """Whether this rank ran out of data in a `join` and shadows the others, now or ever."""
         self.overlaps = True
@@ -131,10 +133,12 @@ class Handle:
     def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact resume needs: residuals by name, and thresholds, bounds, counters.
 
-        Of the last finished step, also while another one is under way, and from any thread. The
-        keys are the same on every rank and at any time, so a fresh handle's state is a template
-        for `torch.distributed.checkpoint`; frozen parameters have no keys. The residuals are this
-        rank's own: save one file per rank, or use `gathered_state_dict`.
+        Of the last exchange that ended, also while another one is under way, and from any thread.
+        It belongs to the weights after `optimizer.step()`: between backward and that step, what was
+        delivered is in neither (docs/footguns.md). The keys are the same on every rank and at any
+        time, so a fresh handle's state is a template for `torch.distributed.checkpoint`; frozen
+        parameters have no keys. The residuals are this rank's own: save one file per rank, or use
+        `gathered_state_dict`.
         """
         with self._engine.lock:
             facts = {
@@ -149,16 +153,15 @@ class Handle:
                 "followed": self._followed.state_dict(),
             }
             owed = self.residuals
-            return {
-                "residuals": {
+            with reading(self._engine.residual):
+                residuals = {
                     name: owed[name].clone(memory_format=torch.contiguous_format)
                     if name in owed
                     else torch.zeros(p.shape, dtype=acc_dtype(p), device=p.device)
                     for name, p in self._named.parameters.items()
-                },
-                "arrived": self._moments.state_dict(),
-                "facts": json.dumps(facts),
-            }
+                }
+            arrived = self._moments.state_dict()
+            return {"residuals": residuals, "arrived": arrived, "facts": json.dumps(facts)}
 
     def gathered_state_dict(self) -> dict[str, Any]:
         """The states of all ranks, on every rank. A collective: all ranks must call it.
@@ -166,7 +169,15 @@ class Handle:
         For frameworks that save what one rank has. It takes the memory of all ranks' residuals.
         """
         mine, device = self.state_dict(), next(iter(self._named.parameters.values())).device
-        return self.exchanger.call(lambda: gather_states(mine, self.comm, device))
+
+        def gather() -> dict[str, Any]:
+            try:
+                return gather_states(mine, self.comm, device)
+            except ExchangeError as error:
+                self._roll_call.give_up(error, self.comm)  # raises one that names the rank
+                raise
+
+        return self.exchanger.call(gather)
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Continue where `state_dict` was taken: the same bits as a run that never stopped.
@@ -174,16 +185,10 @@ class Handle:
         Takes this rank's own state, what `gathered_state_dict` gave, or a list of all ranks'
         states. The last two may be of another number of ranks: rank r then takes over the
         residuals of ranks r, r+P, ... The method must be the same; one that `auto` picked gives
-        way to that of the state, whatever the network is like now.
+        way to that of the state, whatever the network is like now. Every rank must call it; in
+        the middle of training the ranks wait for each other.
         """
-        saved = saved_state.load(
-            state,
-            rank=self.comm.rank,
-            world_size=self.comm.size,
-            method=None if self.takes_any_method else self.settings.method,
-            parameters=self._named.parameters,
-            frozen=self._named.frozen,
-        )
+        saved = self._read(state)
         facts = saved.facts
         has_residual = any(bool(part.any()) for part in saved.residuals.values())
         with self._engine.lock:
@@ -195,6 +200,34 @@ class Handle:
             self._buckets.restart(facts.settled_layout)
             self._overlaps = []
             self._agreed = False
+
+    def _read(self, state: dict[str, Any] | list[dict[str, Any]]) -> saved_state.Saved:
+        """Check a state. In the middle of training all ranks load one, or none does.
+
+        A rank that loads alone would begin its next step with a handshake that no other expects.
+        Before the first step all do expect it, so there no rank has to wait for the others.
+        """
+        saved, problem = None, None
+        try:
+            saved = saved_state.load(
+                state,
+                rank=self.comm.rank,
+                world_size=self.comm.size,
+                method=None if self.takes_any_method else self.settings.method,
+                parameters=self._named.parameters,
+                frozen=self._named.frozen,
+            )
+        except saved_state.StateError as error:
+            problem = error
+        if self._agreed:
+            loaded = "refused" if saved is None else f"of step {saved.facts.engine.step}"
+            try:
+                self.agree_to_load({"the loaded state": loaded}, self.step)
+            except ValueError as error:
+                problem = problem or error
+        if saved is None or problem is not None:
+            raise problem or AssertionError("no state was read")
+        return saved
 
     @property
     def closed(self) -> bool:
@@ -240,7 +273,8 @@ class Handle:
 
     def _begin(self) -> None:
         self._follow()
-        if self._engine.phase == "sparse" and self._engine.step == self.settings.warmup_steps:
+        first_sparse = self._engine.step == self.settings.warmup_steps
+        if self._engine.phase == "sparse" and first_sparse and self.comm.rank == 0:
             log.info(
                 "step %d: the sparse phase begins, %s at density %g: %d of %d entries, %d dense",
                 self._engine.step,
@@ -337,7 +371,7 @@ class Handle:
             "state": self._engine.shared(),
             "numel": self._engine.numel,
             "numel dense": self._engine.num_dense,
-            "buckets": len(self._layout),
+            "buckets": self._layout,
             "gradient dtype": str(self._waiting[0].buffer.dtype),
         }
         agree(self.comm, self._waiting[0].buffer.device, facts)

@@ -48,19 +48,29 @@ def agree(comm: Comm, device: torch.device, facts: dict[str, Any]) -> None:
 
 
 def agree_at(
-    open_store: Callable[[], Store], rank: int, size: int, timeout: float, facts: dict[str, Any]
-) -> None:
+    open_store: Callable[[], Store],
+    rank: int,
+    size: int,
+    timeout: float,
+    facts: dict[str, Any],
+    call: str = "attach",
+    place: str = "oktopk.attach",
+) -> str:
     """Compare facts through a store: ValueError on every rank if any fact differs on any.
 
-    ExchangeError names the ranks that have not come within `timeout` seconds. The rank that comes
-    last reads everything, about 100 bytes per fact and rank; the others wait for its verdict.
-    Whoever writes a verdict first decides for all, so a rank that comes too late hears of it too.
+    `place` must be the same on all ranks; the answer is one that no other comparison has.
+
+    ExchangeError names the ranks that have not made the same `call` within `timeout` seconds. The
+    rank that comes last reads a digest of each rank's facts, and the facts only where digests
+    differ; the others wait for its verdict. Whoever writes a verdict first decides for all, so a
+    rank that comes too late hears of it too.
     """
     try:
         store = open_store()
         # every rank counts its own calls, and all call alike: the same number is the same call
-        prefix = f"oktopk.attach.{store.add(f'oktopk.attach.{rank}', 1)}"
-        kind, text = _verdict(store, prefix, rank, size, timeout, facts)
+        prefix = f"{place}.{store.add(f'{place}.{rank}', 1)}"
+        found = _verdict(store, prefix, rank, size, timeout, facts)
+        kind, text = found if found is not None else _too_late(store, prefix, call, size, timeout)
     except RuntimeError as error:  # of torch's store
         raise ExchangeError(
             f"rank {rank}: the store of the process group does not answer, so the ranks could not "
@@ -70,25 +80,44 @@ def agree_at(
         with suppress(RuntimeError):  # the store has gone: nobody can hear any more
             _until_all_have_heard(store, prefix, min(timeout, LONGEST_STAY))
         raise (ValueError if kind == "ValueError" else ExchangeError)(text)
+    return prefix
 
 
 def _verdict(
     store: Store, prefix: str, rank: int, size: int, timeout: float, facts: dict[str, Any]
-) -> tuple[str, str]:
-    """The kind of error and its text, the same on every rank; the text is empty if all is well."""
+) -> tuple[str, str] | None:
+    """The kind of error and its text, the same on every rank; the text is empty if all is well.
+
+    None when some rank has not come in time.
+    """
     verdict, words = f"{prefix}.verdict", [f"{prefix}.{each}" for each in range(size)]
-    store.set(words[rank], json.dumps(facts))
+    word = json.dumps(facts)
+    store.set(f"{words[rank]}.facts", word)
+    store.set(words[rank], sha256(word.encode()).hexdigest())
     if store.add(f"{prefix}.present", 1) == size:
-        found = "ValueError", differences([json.loads(store.get(word)) for word in words])
-        said = store.compare_set(verdict, "", json.dumps(found))
+        text = ""
+        if len({store.get(each) for each in words}) > 1:
+            text = differences([json.loads(store.get(f"{each}.facts")) for each in words])
+        said = store.compare_set(verdict, "", json.dumps(("ValueError", text)))
     elif _appears(store, verdict, timeout):
         said = store.get(verdict)
     else:
-        found = "ExchangeError", _absent(store, words, timeout)
-        said = store.compare_set(verdict, "", json.dumps(found))
+        return None
     kind, text = json.loads(said)
     if not text:
-        store.set(words[rank], "")  # it has been read
+        store.set(f"{words[rank]}.facts", "")  # nobody will read it
+    return kind, text
+
+
+def _too_late(store: Store, prefix: str, call: str, size: int, timeout: float) -> tuple[str, str]:
+    """The verdict where a rank stayed away, unless another has been given meanwhile."""
+    missing = [rank for rank in range(size) if not store.check([f"{prefix}.{rank}"])]
+    text = (
+        f"{ranks_text(missing)} did not call {call} within {timeout:g} s of another rank: every "
+        "rank of the model's process group must; if they only come late, raise `timeout`"
+    )
+    said = store.compare_set(f"{prefix}.verdict", "", json.dumps(("ExchangeError", text)))
+    kind, text = json.loads(said)
     return kind, text
 
 
@@ -132,14 +161,6 @@ def _appears(store: Store, key: str, timeout: float) -> bool:
         look = min(2 * look, LONGEST_PAUSE)
         pause.wait(min(look, left))
     return True
-
-
-def _absent(store: Store, words: list[str], timeout: float) -> str:
-    missing = [rank for rank, word in enumerate(words) if not store.check([word])]
-    return (
-        f"{ranks_text(missing)} did not call attach within {timeout:g} s of another rank: every "
-        "rank of the model's process group must; if they only come late, raise `timeout`"
-    )
 
 
 def _short(value: Any) -> Any:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from oktopk import rollcall
 from oktopk.bounded import GRACE, Overdue, within
 from oktopk.comm import Comm, TorchTransport
-from oktopk.groups import WatchedTransport, bounded_group, new_group
+from oktopk.groups import WatchedTransport, bounded_group, own_transport
 from oktopk.place import LaunchError, Place
 from oktopk.rendezvous import hosts_store, store_of_job
 from oktopk.rollcall import RollCall, patience_of
@@ -72,7 +72,7 @@ def comm_of_job(timeout: float) -> Comm:
     roll_call = rollcall.present()
     if roll_call is None:
         return Comm(TorchTransport())
-    transport = TorchTransport(new_group(None, timeout), owned=True)
+    transport = own_transport(None, timeout, on_cuda=dist.get_backend() == "nccl")
     return Comm(WatchedTransport(transport, roll_call))
 
 

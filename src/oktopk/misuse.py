@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from oktopk.arguments import integer, number
+from oktopk.arguments import number
 from oktopk.bucket_tracker import SETTLED
 from oktopk.hook import attached_to
 from oktopk.layout import check_indexable
@@ -15,10 +17,8 @@ from oktopk.settings import Settings
 MOST_SECONDS = 10**7  # about four months: larger ones overflow in the C++ of the process group
 
 
-def refuse_misuse(
-    model: object, timeout: float, clip_before: float | None, check_every: int
-) -> None:
-    """Raise TypeError or ValueError for what cannot work, naming it."""
+def refuse_misuse(model: object) -> None:
+    """Raise TypeError or ValueError for a model that cannot work, naming what is in the way."""
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"attach needs a DistributedDataParallel model, got {type(model).__name__}; Accelerate "
@@ -29,14 +29,26 @@ def refuse_misuse(
     _refuse_devices(model)
     _refuse_gradients(model)
     _refuse_unordered(model)
-    if not 0 < number("timeout", timeout, "more than 0 seconds") <= MOST_SECONDS:
+
+
+def seconds(timeout: Any) -> float:
+    """A time limit."""
+    number_of = number("timeout", timeout, "more than 0 seconds")
+    if not 0 < number_of <= MOST_SECONDS:
         raise ValueError(
             f"timeout must be more than 0 seconds and at most {MOST_SECONDS}, got {timeout}"
         )
-    allowed = "more than 0, or None"
-    if clip_before is not None and not number("clip_before", clip_before, allowed) > 0:
-        raise ValueError(f"clip_before must be {allowed}, got {clip_before}")
-    integer("check_every", check_every, least=0)
+    return number_of
+
+
+def norm_or_none(clip_before: Any) -> float | None:
+    """A norm to clip to; None is not to clip."""
+    if clip_before is None:
+        return None
+    norm = number("clip_before", clip_before, "more than 0, or None")
+    if not norm > 0:
+        raise ValueError(f"clip_before must be more than 0, or None, got {clip_before}")
+    return norm
 
 
 def refuse_size(model: DistributedDataParallel, settings: Settings) -> None:

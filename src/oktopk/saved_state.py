@@ -258,6 +258,11 @@ def _resharded(states: list[Saved], rank: int, world_size: int) -> Saved:
     for saved in ordered:
         if _shapes(saved) != _shapes(ordered[0]):
             raise StateError(f"the states of ranks 0 and {saved.facts.rank} are of other models")
+        if saved.facts.engine.step != facts.engine.step:
+            raise StateError(
+                f"the state of rank 0 is of step {facts.engine.step}, that of rank "
+                f"{saved.facts.rank} of step {saved.facts.engine.step}: pass those of one step"
+            )
     if len(ranks) == world_size:
         return ordered[rank]
     mine = ordered[rank::world_size]

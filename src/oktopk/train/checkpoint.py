@@ -133,17 +133,20 @@ def _gather(mine: dict[str, Written], comm: Comm, device: torch.device) -> dict[
 
 def prune(folder: Path, keep: int) -> None:
     """Delete all but the newest `keep` complete checkpoints, and what was never completed."""
-    complete = sorted(path.parent for path in folder.glob(f"step-*/{COMPLETE}") if _is_own(path))
-    for path in folder.glob("step-*"):
-        if path not in complete[-keep:] and (complete and path <= complete[-1]):
+    found = {path: (path / COMPLETE).exists() for path in folder.glob(f"step-{'[0-9]' * 8}")}
+    complete = sorted(path for path, is_complete in found.items() if is_complete and _is_own(path))
+    for path, is_complete in found.items():
+        # a checkpoint that somebody renamed is his: it is complete, and not of this folder's name
+        ours = path in complete or not is_complete
+        if ours and path not in complete[-keep:] and (complete and path <= complete[-1]):
             # nodes that share the folder may do so at once
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_own(complete: Path) -> bool:
-    """Whether it is of this folder: one renamed to a higher step must not push out the others."""
+def _is_own(path: Path) -> bool:
+    """Whether it has its own name: one renamed to a higher step must not push out the others."""
     try:
-        read_facts(complete.parent)
+        read_facts(path)
     except FileError as error:
         log.warning("%s", error)
         return False

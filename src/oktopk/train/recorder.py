@@ -129,7 +129,8 @@ class Recorder:
                 write()
             except OSError as error:
                 raise RunError(
-                    f"the metrics could not be written: {error}. Make room and go on with --resume"
+                    f"the metrics could not be written: {error}. Make room and start again, with "
+                    "--resume if the run has a checkpoint"
                 ) from error
 
         together(self._run.comm, self._run.device, "writing the metrics", with_advice)

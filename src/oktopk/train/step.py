@@ -103,6 +103,6 @@ def _watch(run: Run, skipped: bool) -> None:
     if run.skipped_in_a_row >= PATIENCE:
         raise DivergedError(
             f"rank {run.comm.rank}: no finite gradient in the last {PATIENCE} steps, up to step "
-            f"{run.progress.step}: lower lr ({run.config.lr:g}) or set clip_before, and go on from "
-            "the last checkpoint with --resume"
+            f"{run.progress.step}: lower lr ({run.config.lr:g}) or set clip_before, and start "
+            "again, with --resume if the run has a checkpoint"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -82,6 +83,8 @@ def attempt(kind: str, seed: int, shared: Trial) -> Result:
 
 def main() -> int:
     args = arguments()
+    # a shell starts what runs in its background with Ctrl-C ignored, and children inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     out = args.out or Path(tempfile.mkdtemp(prefix="torture-"))
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * args.minutes

@@ -19,6 +19,7 @@ test: lint types pytest
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo --no-cache
 
 types: $(VENV)/.installed
 	$(BIN)/pyright --pythonpath $(BIN)/python

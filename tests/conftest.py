@@ -11,6 +11,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU needed; must be set bef
 import pytest
 import torch
 
+from launchers import environment, start
 from worlds import World
 
 
@@ -74,7 +75,6 @@ def oktopk(monkeypatch, tmp_path):
     """`oktopk("compare", ...)` runs a command in this process, in a folder of its own, and returns
     its exit code. No launcher has left anything in the environment."""
     from oktopk import cli
-    from test_launch import environment
 
     for name in set(os.environ) - set(environment()):
         monkeypatch.delenv(name)
@@ -87,3 +87,34 @@ def oktopk(monkeypatch, tmp_path):
         return ended.value.code
 
     return run
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    def set_to(**variables: object) -> None:
+        new = environment(**{name: str(value) for name, value in variables.items()})
+        for name in set(os.environ) - set(new):
+            monkeypatch.delenv(name)
+        for name, value in new.items():
+            monkeypatch.setenv(name, value)
+
+    set_to()
+    return set_to
+
+
+@pytest.fixture
+def workers(tmp_path, monkeypatch, environ):
+    """Run a script as `python -m oktopk` on every rank; `rank` and `folder` are there."""
+
+    def prepare(script: str) -> None:
+        (tmp_path / "oktopk").mkdir()
+        (tmp_path / "oktopk" / "__init__.py").touch()
+        (tmp_path / "oktopk" / "__main__.py").write_text(
+            "import os, pathlib, signal, sys, time\n"
+            f"rank, folder = int(os.environ['OKTOPK_RANK']), pathlib.Path({str(tmp_path)!r})\n"
+            + script
+        )
+        start(int).join()  # the fork server must find the real one
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return prepare

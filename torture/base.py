@@ -14,7 +14,7 @@ def prepare(base: str) -> None:
     import numpy as np
     import soundfile
 
-    from oktopk.join import ALONE
+    from oktopk.launch.process_group import ALONE
     from oktopk.train.command import work
     from oktopk.train.config import Config
     from oktopk.train.data.speak import speak

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from oktopk.compare.command import sum_up
-from oktopk.files import FileError
-from oktopk.join import ALONE
+from oktopk.errors import RunError
+from oktopk.launch.process_group import ALONE
 from oktopk.reducer import default_comm
 from oktopk.train.command import find_and_restore
 from oktopk.train.config import load
@@ -25,8 +25,8 @@ from oktopk.train.data.features import open_spectra
 from oktopk.train.data.manifest import check, find_manifests, read_manifest
 from oktopk.train.data.problems import DataError
 from oktopk.train.data.repair import repair
-from oktopk.train.errors import RunError
 from oktopk.train.setup import set_up
+from oktopk.utils.files import FileError
 from torture import odd
 from torture.desk import DATA, Desk, Input, LostError, command, group
 

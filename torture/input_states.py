@@ -10,8 +10,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
+from oktopk.comm.simulated import alone
 from oktopk.settings import Settings
-from oktopk.simulate import alone
 from torture import odd
 from torture.desk import WRONG, Desk, Input, LostError, group
 from torture.ranks import digest

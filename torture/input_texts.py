@@ -8,16 +8,22 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from oktopk import cli, lifeline
+from oktopk import cli
 from oktopk.bench import network
 from oktopk.bench.shapes import shapes_of
 from oktopk.compare.plan import SWEEP
-from oktopk.meeting import first_host, meeting_point
-from oktopk.place import LAUNCHERS, LaunchError, find_place
+from oktopk.errors import LaunchError, RunError
+from oktopk.launch import parent_watchdog
+from oktopk.launch.master_endpoint import first_host, meeting_point
+from oktopk.launch.rank_environment import LAUNCHERS, find_place
 from oktopk.sweep import space
 from oktopk.sweep.plan import Plan, remember
-from oktopk.train.config import FIELDS, Config, load, to_toml
-from oktopk.train.errors import RunError
+from oktopk.train.config import (
+    FIELDS,
+    Config,
+    load,
+    to_toml,
+)
 from torture import odd
 from torture.desk import Desk, Input, command
 
@@ -128,10 +134,10 @@ def line(desk: Desk) -> Input:
     new = desk.rng.choice([text for text in odd.TEXTS if not text.isdecimal() or len(text) > 5])
 
     def call() -> None:
-        os.environ[lifeline.LINE] = new.replace("\x00", "")
-        lifeline.hold()
+        os.environ[parent_watchdog.LINE] = new.replace("\x00", "")
+        parent_watchdog.hold()
 
-    return Input(f"{lifeline.LINE}={new!r}", call, ())
+    return Input(f"{parent_watchdog.LINE}={new!r}", call, ())
 
 
 def of_text(what: str, read: Callable[[str], Any], *allowed: type[BaseException]) -> Any:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
 from oktopk import kernels
-from oktopk.launch import Place, joined
+from oktopk.launch.local_workers import Place, joined
 
 CLASSES, WIDTH, FEATURES = 5, 48, 20
 SAVE_EVERY = 3

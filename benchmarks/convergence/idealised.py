@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from oktopk import kernels
-from oktopk.moments import shares
+from oktopk.optim.staleness import shares
 from oktopk.settings import num_kept, ramp
 
 RANKS = 4

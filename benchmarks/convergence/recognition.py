@@ -9,7 +9,7 @@ from pathlib import Path
 from record import Key, Record, arguments
 
 from oktopk.compare.results import bytes_so_far, totals
-from oktopk.report.record import read
+from oktopk.runlog.reader import read
 
 # task -> config
 CONFIGS = {"spoken": "quickstart", "an4": "compact"}

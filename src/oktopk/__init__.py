@@ -4,23 +4,21 @@ reducer = oktopk.Reducer(numel, method="oktopk", density=0.02)
 stats = reducer.reduce_(flat_gradient)   # in place: the average; the same bits on all ranks
 """
 
-from oktopk import interrupts
+from oktopk.utils import signals
 
-if interrupts.is_command():  # Ctrl-C while torch is imported must not print a traceback
-    interrupts.leave_at_once()
+if signals.is_command():  # Ctrl-C while torch is imported must not print a traceback
+    signals.leave_at_once()
 
 
-from oktopk.comm import ExchangeError
-from oktopk.ddp import attach
-from oktopk.engine import NonfiniteError
-from oktopk.handle import Handle
+from oktopk.adapters.ddp.attach import attach
+from oktopk.adapters.ddp.handle import Handle
+from oktopk.adapters.policy import Policy
+from oktopk.comm.simulated import simulate
+from oktopk.errors import ExchangeError, NonfiniteError, ReplicaError
 from oktopk.methods import METHODS
-from oktopk.policy import Policy
 from oktopk.reducer import Reducer
-from oktopk.simulate import simulate
 from oktopk.stats import StepStats
 from oktopk.version import __version__
-from oktopk.weights import ReplicaError
 
 __all__ = [
     "METHODS",

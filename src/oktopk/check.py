@@ -15,10 +15,16 @@ import sys
 import torch
 import torch.distributed as dist
 
-from oktopk.comm import Comm, TorchTransport
-from oktopk.costs import MEGABYTE, probe_link
-from oktopk.launch import find_place, joined, start_workers, workers_to_start
+from oktopk.comm.communicator import Comm
+from oktopk.comm.torch_transport import TorchTransport
+from oktopk.launch.local_workers import (
+    find_place,
+    joined,
+    start_workers,
+    workers_to_start,
+)
 from oktopk.methods import METHODS
+from oktopk.methods.cost_model import MEGABYTE, probe_link
 from oktopk.reducer import Reducer
 
 WORKERS, NUMEL, DENSITY = 2, 20_000, 0.02

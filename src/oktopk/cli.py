@@ -9,14 +9,26 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from oktopk import interrupts, lifeline
-from oktopk.comm import ExchangeError
-from oktopk.extras import EXTRAS, NEEDED, MissingPackageError, missing_packages, require
-from oktopk.files import FileError, one_line
-from oktopk.flags import MOST_SECONDS, MOST_WORKERS, between
+from oktopk.errors import ExchangeError
+from oktopk.launch import parent_watchdog
 from oktopk.methods import METHODS
-from oktopk.train.config import DEFAULT, FIELDS, nearest, shipped
+from oktopk.train.config import (
+    DEFAULT,
+    FIELDS,
+    nearest,
+    shipped,
+)
 from oktopk.train.config import add_flags as add_train_flags
+from oktopk.utils import signals
+from oktopk.utils.extras import (
+    EXTRAS,
+    NEEDED,
+    MissingPackageError,
+    missing_packages,
+    require,
+)
+from oktopk.utils.files import FileError, one_line
+from oktopk.utils.flags import MOST_SECONDS, MOST_WORKERS, between
 from oktopk.version import __version__
 
 
@@ -206,9 +218,9 @@ def _add_lists(actions: argparse._SubParsersAction) -> None:
 
 
 def main() -> None:
-    from oktopk.launch import LaunchError, find_place
+    from oktopk.launch.local_workers import LaunchError, find_place
 
-    lifeline.hold()
+    parent_watchdog.hold()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have bytes that are no text
         sys.stdout.reconfigure(errors="backslashreplace")
     whole = parser()
@@ -217,7 +229,7 @@ def main() -> None:
         hint = nearest(unknown[0].split("=")[0], getattr(args, "known", []))
         whole.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
-        with interrupts.interruptible(is_rank=find_place() is not None):
+        with signals.interruptible(is_rank=find_place() is not None):
             sys.exit(run(args))
     except (LaunchError, ExchangeError) as error:  # it says all; where it was raised does not help
         sys.exit(f"oktopk: {type(error).__name__}: {error}")
@@ -227,7 +239,7 @@ def main() -> None:
     except (FileError, OSError) as error:
         sys.exit(f"oktopk {args.command}: {one_line(error)}")
     except KeyboardInterrupt as error:
-        sys.exit(interrupts.farewell(error))
+        sys.exit(signals.farewell(error))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,15 +10,16 @@ import torch.distributed as dist
 from msgspec import to_builtins
 from torch import Tensor
 
-from oktopk import saved_state
-from oktopk.arguments import integer, shown
-from oktopk.comm import Comm, TorchTransport
-from oktopk.engine import Engine
-from oktopk.handshake import agree
-from oktopk.layout import MOST, Bucket
+from oktopk.comm.communicator import Comm
+from oktopk.comm.consistency import agree
+from oktopk.comm.simulated import alone
+from oktopk.comm.torch_transport import TorchTransport
+from oktopk.engine import saved_state
+from oktopk.engine.buckets import MOST, Bucket
+from oktopk.engine.engine import Engine
 from oktopk.settings import Settings
-from oktopk.simulate import alone
 from oktopk.stats import Phase, StepStats
+from oktopk.utils.arguments import integer, shown
 
 
 def default_comm(group: dist.ProcessGroup | None = None) -> Comm:

@@ -7,9 +7,15 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal, get_args
 
-from oktopk.arguments import choice, flag, integer, number, shown
 from oktopk.methods import METHODS
-from oktopk.wire import Form
+from oktopk.utils.arguments import (
+    choice,
+    flag,
+    integer,
+    number,
+    shown,
+)
+from oktopk.wire.codec import Form
 
 Scope = Literal["model", "bucket"]
 OnNonfinite = Literal["skip", "raise", "deliver"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
-from oktopk.ledger import Traffic
+from oktopk.comm.ledger import Traffic
 
 Phase = Literal["dense", "sparse"]
 PHASES: tuple[Phase, ...] = get_args(Phase)

@@ -6,8 +6,16 @@ import math
 import sys
 
 from oktopk.bench.network import UNSHAPED
-from oktopk.comm import Comm
-from oktopk.costs import BILLS, Link, Machine, Work, break_even, entry_bits, seconds
+from oktopk.comm.communicator import Comm
+from oktopk.methods.cost_model import (
+    BILLS,
+    Link,
+    Machine,
+    Work,
+    break_even,
+    entry_bits,
+    seconds,
+)
 from oktopk.settings import num_kept
 
 UNITS = {"tbit": 1e12, "gbit": 1e9, "mbit": 1e6, "kbit": 1e3, "bit": 1.0}

@@ -10,12 +10,18 @@ from pathlib import Path
 from typing import get_args
 
 from oktopk.bench import network
-from oktopk.bench.contenders import CONTENDERS, DENSE, FLOOR
+from oktopk.bench.baselines import CONTENDERS, DENSE, FLOOR
 from oktopk.bench.shapes import MODELS, shapes_of
-from oktopk.extras import require
-from oktopk.flags import MOST_SECONDS, MOST_WORKERS, between
-from oktopk.launch import LaunchError, find_place, joined, start_workers, workers_to_start
-from oktopk.wire import Form
+from oktopk.launch.local_workers import (
+    LaunchError,
+    find_place,
+    joined,
+    start_workers,
+    workers_to_start,
+)
+from oktopk.utils.extras import require
+from oktopk.utils.flags import MOST_SECONDS, MOST_WORKERS, between
+from oktopk.wire.codec import Form
 
 WORKERS = 8
 RATES = "none,1gbit,200mbit"

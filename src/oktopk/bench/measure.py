@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from oktopk.bench.contenders import CONTENDERS, DENSE, FLOOR
+from oktopk.bench.baselines import CONTENDERS, DENSE, FLOOR
 from oktopk.bench.stream import Stream
-from oktopk.comm import Comm
+from oktopk.comm.communicator import Comm
 from oktopk.stats import StepStats
 
 FEWEST, MOST = 3, 30  # steps of a row

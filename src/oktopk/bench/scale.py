@@ -15,12 +15,18 @@ from itertools import zip_longest
 from torch import Tensor
 
 from oktopk.bench.stream import gradients
-from oktopk.comm import Comm
-from oktopk.costs import BILLS, Link, Machine, Work, entry_bits
-from oktopk.costs import seconds as predicted
+from oktopk.comm.communicator import Comm
+from oktopk.comm.simulated import Hub, SimulatedTransport, simulate
+from oktopk.methods.cost_model import (
+    BILLS,
+    Link,
+    Machine,
+    Work,
+    entry_bits,
+)
+from oktopk.methods.cost_model import seconds as predicted
 from oktopk.reducer import Reducer
 from oktopk.settings import num_kept
-from oktopk.simulate import Hub, SimulatedTransport, simulate
 
 MOST = {"topka": 32, "oktopk": 256}  # ranks that are simulated; all ranks read all of topka
 PER_RUN = 128  # entries of one rank for another, at least, so that words rounded up do not count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from oktopk.bench.contenders import FLOOR
+from oktopk.bench.baselines import FLOOR
 from oktopk.bench.measure import Row
 
 COLUMNS = (

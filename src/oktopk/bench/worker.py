@@ -13,14 +13,15 @@ import torch
 
 from oktopk.bench import network
 from oktopk.bench.advise import advise
-from oktopk.bench.contenders import DENSE, FLOOR
+from oktopk.bench.baselines import DENSE, FLOOR
 from oktopk.bench.measure import Row, compared, measure
 from oktopk.bench.scale import STEPS, scaled, show
 from oktopk.bench.shapes import shapes_of
 from oktopk.bench.stream import Stream
 from oktopk.bench.table import head, line, plot
-from oktopk.comm import Comm, TorchTransport
-from oktopk.costs import probe_link, probe_machine
+from oktopk.comm.communicator import Comm
+from oktopk.comm.torch_transport import TorchTransport
+from oktopk.methods.cost_model import probe_link, probe_machine
 
 
 def work(args: argparse.Namespace, rates: list[str], methods: list[str]) -> int:

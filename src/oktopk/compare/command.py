@@ -17,15 +17,31 @@ from oktopk.compare.plan import (
     refuse_run,
     refuse_sweep,
 )
-from oktopk.compare.results import METRICS, SHOWN, as_table, row
-from oktopk.files import write_whole
-from oktopk.report.record import JOURNAL, Record, read
+from oktopk.compare.results import (
+    METRICS,
+    SHOWN,
+    as_table,
+    row,
+)
 from oktopk.report.texttable import markdown
-from oktopk.train.child import answered, leaving_on_sigterm, started, tail
-from oktopk.train.config import DEFAULT, FIELDS, Config, load, with_flags
+from oktopk.runlog.reader import JOURNAL, Record, read
+from oktopk.runlog.run_directory import lock
+from oktopk.train.config import (
+    DEFAULT,
+    FIELDS,
+    Config,
+    load,
+    with_flags,
+)
 from oktopk.train.config import add_flags as add_train_flags
 from oktopk.train.console import say
-from oktopk.train.folder import lock
+from oktopk.train.run_process import (
+    answered,
+    leaving_on_sigterm,
+    started,
+    tail,
+)
+from oktopk.utils.files import write_whole
 
 NAME = "compare"
 # a list, and the train flag with one value that it stands for

@@ -6,11 +6,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from oktopk.compare.results import METRICS, Row, as_table, bytes_so_far, minutes_so_far
+from oktopk.compare.results import (
+    METRICS,
+    Row,
+    as_table,
+    bytes_so_far,
+    minutes_so_far,
+)
 from oktopk.report.curves import LOG, line
-from oktopk.report.page import Block, Figure, Section, paragraph, rounded, table, write_page
-from oktopk.report.record import Record
-from oktopk.report.thin import columns
+from oktopk.report.downsample import columns
+from oktopk.report.page import (
+    Block,
+    Figure,
+    Section,
+    paragraph,
+    rounded,
+    table,
+    write_page,
+)
+from oktopk.runlog.reader import Record
 
 # what the metric is drawn against: a value for every step of a run
 AGAINST: dict[str, tuple[str, Callable[[Record], list[Any]]]] = {

@@ -7,11 +7,11 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from oktopk.report.record import JOURNAL, SETTINGS
-from oktopk.report.units import few
-from oktopk.train.child import NO_MATTER
+from oktopk.errors import RunError
+from oktopk.runlog.reader import JOURNAL, SETTINGS
 from oktopk.train.config import Config, changes, load_run
-from oktopk.train.errors import RunError
+from oktopk.train.run_process import NO_MATTER
+from oktopk.utils.units import few
 
 COMPARED = ("method", "density", "seed")
 REPORT = "compare.html"

@@ -8,10 +8,10 @@ from itertools import accumulate
 from statistics import median
 from typing import Any
 
-from oktopk.report.record import Entry, Record
 from oktopk.report.times import settled
-from oktopk.report.units import size
+from oktopk.runlog.reader import Entry, Record
 from oktopk.stats import PHASES
+from oktopk.utils.units import size
 
 METRICS = {"wer": "WER", "cer": "CER", "val_loss": "validation loss"}
 

@@ -14,11 +14,11 @@ from oktopk.kernels.counting import count_reaching as count_reaching
 from oktopk.kernels.counting import kth_magnitude as kth_magnitude
 from oktopk.kernels.counting import least_magnitude as least_magnitude
 from oktopk.kernels.counting import trim as trim
-from oktopk.kernels.late import take_late as take_late
 from oktopk.kernels.packing import decode_indices as decode_indices
 from oktopk.kernels.packing import encode_indices as encode_indices
 from oktopk.kernels.selecting import accumulate_select as accumulate_select
 from oktopk.kernels.selecting import select as select
+from oktopk.kernels.staleness import take_late as take_late
 from oktopk.kernels.vector import compiled, lowest_bit, prefetch
 from oktopk.sparse import Sparse
 

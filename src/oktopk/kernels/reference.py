@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oktopk.host import to_device, to_host
 from oktopk.sparse import Room, Sparse, placed
+from oktopk.utils.device import to_device, to_host
 
 AT_ONCE = False  # what a kernel has found is not yet known when it returns
 

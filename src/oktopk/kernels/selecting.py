@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels.counting import bits_of
-from oktopk.kernels.vector import WIDTH, add_hit_word, compiled, hit_word, lowest_bit, num_bits
+from oktopk.kernels.vector import (
+    WIDTH,
+    add_hit_word,
+    compiled,
+    hit_word,
+    lowest_bit,
+    num_bits,
+)
 from oktopk.sparse import Room, Sparse
 
 AHEAD = 3  # slots written per word before looking how many hits there were

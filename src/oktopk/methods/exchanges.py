@@ -12,15 +12,21 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from oktopk import kernels, wire
-from oktopk.comm import Comm
-from oktopk.methods import balance, letters
-from oktopk.methods.agreement import select_globally
-from oktopk.methods.regions import agreed_bounds, equal_bounds, one_owner_bounds, split_reduce
+from oktopk import kernels
+from oktopk.comm.communicator import Comm
+from oktopk.methods.ok_topk import balance
+from oktopk.methods.ok_topk.global_threshold import select_globally
+from oktopk.methods.ok_topk.regions import (
+    agreed_bounds,
+    equal_bounds,
+    one_owner_bounds,
+    split_reduce,
+)
 from oktopk.methods.selection import top
 from oktopk.methods.state import State
 from oktopk.sparse import Sparse, empty
-from oktopk.wire import Form, Run
+from oktopk.wire import codec, message
+from oktopk.wire.codec import Form, Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +67,11 @@ def allgather(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm) ->
     assert local.indices is not None
     counts = comm.all_gather_size(local.num, local.values.device, stage="counts")
     runs = [Run(count, 0, local.numel) for count in counts]
-    mine, arriving = letters.write(local.indices, local.values, runs[comm.rank], form, rider)
-    sizes = {peer: letters.size(runs[peer], form, dtype, rider.numel()) for peer in comm.peers}
+    mine, arriving = message.write(local.indices, local.values, runs[comm.rank], form, rider)
+    sizes = {peer: message.size(runs[peer], form, dtype, rider.numel()) for peer in comm.peers}
     heard = comm.exchange(dict.fromkeys(comm.peers, mine), sizes, mine.device, stage="gather")
     own = comm.rank, local.indices, arriving, rider
-    indices, values, total = letters.read_all(heard, runs, form, own)
+    indices, values, total = message.read_all(heard, runs, form, own)
     return Exchanged(
         kernels.merge(indices, values, counts, 0, local.numel),
         Sparse(local.indices, arriving, local.numel),
@@ -85,10 +91,10 @@ def region_gather(local: Sparse, rider: Tensor, k: int, state: State, comm: Comm
     mine = split_reduce(local, rider, bounds, comm, form)
     counts = comm.all_gather_size(mine.region.num, local.values.device, stage="counts")
     words = [
-        wire.num_words(Run(count, lo, hi), form, dtype)
+        codec.num_words(Run(count, lo, hi), form, dtype)
         for count, (lo, hi) in zip(counts, pairwise(bounds), strict=True)
     ]
-    if sum(words) < local.numel * wire.words_per_value(dtype):
+    if sum(words) < local.numel * codec.words_per_value(dtype):
         all_sums = balance.gather(mine.region, counts, bounds, mine.share, comm, form)
         result, rider_sum, sent = all_sums.result, all_sums.rider, all_sums.sent
         returned = () if all_sums.lost is None else (all_sums.lost,)
@@ -113,7 +119,7 @@ def _gather_densely(
     sums = region.values
     marked = Sparse(region.indices, torch.where(sums == 0, -0.0, sums), region.numel)
     mine = torch.cat([marked.to_dense()[bounds[comm.rank] : bounds[comm.rank + 1]], share])
-    words = wire.words_per_value(mine.dtype)
+    words = codec.words_per_value(mine.dtype)
     widths = [hi - lo for lo, hi in pairwise(bounds)]
     sizes = {rank: (widths[rank] + share.numel()) * words for rank in comm.peers}
     bits = mine.view(torch.int32)
@@ -213,7 +219,7 @@ def _letter(mine: Sparse, rider: Tensor, form: Form) -> tuple[Tensor, list[Spars
     """My set and riders as words, and what rounding takes off it, if anything."""
     assert mine.indices is not None
     run = Run(mine.num, 0, mine.numel)
-    words, arriving = letters.write(mine.indices, mine.values, run, form, rider)
+    words, arriving = message.write(mine.indices, mine.values, run, form, rider)
     if form == "plain":
         return words, []
     return words, [Sparse(mine.indices, mine.values - arriving, mine.numel)]
@@ -237,7 +243,7 @@ def _pass(
     local, rider = like
     dtype = local.values.dtype
     run = Run(comm.shift(num, to, source, local.values.device, stage=stage), 0, local.numel)
-    sizes = {} if source is None else {source: letters.size(run, form, dtype, rider.numel())}
+    sizes = {} if source is None else {source: message.size(run, form, dtype, rider.numel())}
     outgoing = {to: letter} if to is not None and letter is not None else {}
     heard = comm.exchange(outgoing, sizes, local.values.device, stage=stage)
     if source is None:
@@ -248,8 +254,8 @@ def _pass(
 def _opened(letter: Tensor, num: int, like: Sparse, form: Form) -> tuple[Sparse, Tensor]:
     """The entries and riders of a letter."""
     run = Run(num, 0, like.numel)
-    indices, _, values, _ = wire.room([run], like.values)
-    rider = letters.read(letter, run, form, indices, values)
+    indices, _, values, _ = codec.room([run], like.values)
+    rider = message.read(letter, run, form, indices, values)
     return Sparse(indices, values, like.numel), rider
 
 

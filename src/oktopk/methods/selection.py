@@ -15,7 +15,13 @@ from torch import Tensor
 
 from oktopk import kernels
 from oktopk.methods.state import Level, State, slope_between
-from oktopk.sparse import Room, Sparse, empty, first, placed
+from oktopk.sparse import (
+    Room,
+    Sparse,
+    empty,
+    first,
+    placed,
+)
 
 BAND = 0.1  # counts may be this fraction off k
 AIM = 1.1  # candidates wanted, in k: enough to hold k when the scale moved a little

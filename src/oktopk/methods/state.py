@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oktopk.sparse import Room
-from oktopk.wire import Form
+from oktopk.wire.codec import Form
 
 FLATTEST, STEEPEST = 0.5, 64.0
 

@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from oktopk.report import curves
-from oktopk.report.page import Section, paragraph, table, write_page
-from oktopk.report.record import Entry, Record, read
+from oktopk.report.downsample import columns
+from oktopk.report.page import (
+    Section,
+    paragraph,
+    table,
+    write_page,
+)
+from oktopk.report.summary import verdict
 from oktopk.report.tensors import spreads, tensors
-from oktopk.report.thin import columns
 from oktopk.report.times import times
 from oktopk.report.traffic import traffic
-from oktopk.report.units import size
-from oktopk.report.verdict import verdict
+from oktopk.runlog.reader import Entry, Record, read
+from oktopk.utils.units import size
 
 REPORT = "report.html"
 PLAIN = str | int | float | None

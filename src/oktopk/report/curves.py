@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from oktopk.report.downsample import Columns, columns
 from oktopk.report.page import Figure, rounded
-from oktopk.report.record import Record
-from oktopk.report.thin import Columns, columns
+from oktopk.runlog.reader import Record
 
 LOG = {"type": "log", "tickformat": "~g"}
 FEW = {"dtick": "D2"}  # 1, 2, 5: over two decades or less plotly would name every digit

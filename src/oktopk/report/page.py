@@ -19,7 +19,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from oktopk.files import write_whole
+from oktopk.utils.files import write_whole
 
 PLACES = 5  # significant digits of a number in a figure
 

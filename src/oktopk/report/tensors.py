@@ -6,9 +6,9 @@ from itertools import pairwise
 from typing import Any
 
 from oktopk.report.curves import LOG
+from oktopk.report.histogram import edges
 from oktopk.report.page import Block, Figure, rounded
-from oktopk.report.record import Entry, Record
-from oktopk.report.spread import edges
+from oktopk.runlog.reader import Entry, Record
 
 MOST = 60  # tensors with a bar of their own
 BY_SIZE = {

@@ -7,9 +7,19 @@ from typing import Any
 import numpy as np
 
 from oktopk.report.curves import line, over_steps, with_phases
-from oktopk.report.page import Block, Figure, rounded, table
-from oktopk.report.record import OVERLAPPED, PARTS, Entry, Record
-from oktopk.report.thin import Columns, number
+from oktopk.report.downsample import Columns, number
+from oktopk.report.page import (
+    Block,
+    Figure,
+    rounded,
+    table,
+)
+from oktopk.runlog.reader import (
+    OVERLAPPED,
+    PARTS,
+    Entry,
+    Record,
+)
 from oktopk.stats import PHASES
 
 OWN = ("data", "forward", "backward", "optimizer")

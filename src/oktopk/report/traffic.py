@@ -8,9 +8,9 @@ from typing import Any
 from zlib import crc32
 
 from oktopk.report.curves import line, over_steps, with_phases
+from oktopk.report.downsample import Columns, number
 from oktopk.report.page import Figure, rounded
-from oktopk.report.record import Entry, Record
-from oktopk.report.thin import Columns, number
+from oktopk.runlog.reader import Entry, Record
 
 
 def traffic(record: Record, steps: Columns) -> list[Figure]:

@@ -10,13 +10,18 @@ from pathlib import Path
 
 from oktopk.compare.plan import refuse_comparison, refuse_run
 from oktopk.compare.results import METRICS
+from oktopk.runlog.run_directory import lock
 from oktopk.sweep.loop import sweep
 from oktopk.sweep.plan import Plan, remember
 from oktopk.sweep.space import SEARCHED, add_ranges, parse
-from oktopk.train.child import answered, leaving_on_sigterm
-from oktopk.train.config import DEFAULT, FIELDS, load, with_flags
+from oktopk.train.config import (
+    DEFAULT,
+    FIELDS,
+    load,
+    with_flags,
+)
 from oktopk.train.config import add_flags as add_train_flags
-from oktopk.train.folder import lock
+from oktopk.train.run_process import answered, leaving_on_sigterm
 
 NAME = "sweep"
 TRIALS = 20

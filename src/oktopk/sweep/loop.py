@@ -9,16 +9,31 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from oktopk.compare.results import METRICS
-from oktopk.files import write_whole
 from oktopk.report.texttable import markdown
 from oktopk.sweep.page import write_report
 from oktopk.sweep.plan import Plan
-from oktopk.sweep.results import Result, as_plain, as_table, best, ranked, results
-from oktopk.sweep.study import ask, begin, importances, opened, tell, trials, values
+from oktopk.sweep.results import (
+    Result,
+    as_plain,
+    as_table,
+    best,
+    ranked,
+    results,
+)
+from oktopk.sweep.study import (
+    ask,
+    begin,
+    importances,
+    opened,
+    tell,
+    trials,
+    values,
+)
 from oktopk.sweep.trial import Outcome, log_of, run_trial
-from oktopk.train.child import command_line, tail
 from oktopk.train.config import load
 from oktopk.train.console import say
+from oktopk.train.run_process import command_line, tail
+from oktopk.utils.files import write_whole
 
 if TYPE_CHECKING:
     from optuna import Study

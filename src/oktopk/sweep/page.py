@@ -9,7 +9,14 @@ from typing import Any
 
 from oktopk.compare.results import METRICS
 from oktopk.report.curves import LOG
-from oktopk.report.page import Figure, Section, paragraph, rounded, table, write_page
+from oktopk.report.page import (
+    Figure,
+    Section,
+    paragraph,
+    rounded,
+    table,
+    write_page,
+)
 from oktopk.sweep.results import Result, as_table, ranked
 from oktopk.sweep.space import Range
 

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 
 from oktopk.compare.plan import SWEEP
-from oktopk.files import read_json, write_whole
+from oktopk.errors import RunError
 from oktopk.sweep.space import Range
-from oktopk.train.child import NO_MATTER
 from oktopk.train.config import Config
-from oktopk.train.errors import RunError
+from oktopk.train.run_process import NO_MATTER
+from oktopk.utils.files import read_json, write_whole
 
 
 class Stored(msgspec.Struct, frozen=True):

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oktopk.compare.results import METRICS, row
-from oktopk.report.record import read
-from oktopk.report.units import size
+from oktopk.runlog.reader import read
 from oktopk.sweep.study import values
+from oktopk.utils.units import size
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial

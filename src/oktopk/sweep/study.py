@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oktopk.files import file_error, first_line
 from oktopk.sweep.space import Range
 from oktopk.train.config import Config
+from oktopk.utils.files import file_error, first_line
 
 if TYPE_CHECKING:
     from optuna import Study

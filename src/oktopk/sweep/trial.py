@@ -8,11 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from oktopk.report.follow import Follower
-from oktopk.report.record import CHECKPOINTS, JOURNAL, Entry, read
+from oktopk.runlog.reader import (
+    CHECKPOINTS,
+    JOURNAL,
+    Entry,
+    read,
+)
+from oktopk.runlog.tail import Follower
 from oktopk.sweep.study import COMPLETE, FAILED, PRUNED
-from oktopk.train.child import started
 from oktopk.train.config import Config
+from oktopk.train.run_process import started
 
 LOOK_SECONDS = 0.5
 Report = Callable[[int, float], bool]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from oktopk.files import one_line
-from oktopk.flags import MOST_SECONDS, MOST_WORKERS
+from oktopk.utils.files import one_line
+from oktopk.utils.flags import MOST_SECONDS, MOST_WORKERS
 
 MANY = 10**8 - 1
 MANY_STEPS = "checkpoints number their steps with 8 digits"

@@ -19,10 +19,16 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from oktopk.comm import Comm
-from oktopk.files import FileError, file_error, read_json, read_tensors, write_whole
-from oktopk.train.errors import CheckpointError
-from oktopk.train.together import together
+from oktopk.comm.communicator import Comm
+from oktopk.errors import CheckpointError
+from oktopk.train.all_or_raise import together
+from oktopk.utils.files import (
+    FileError,
+    file_error,
+    read_json,
+    read_tensors,
+    write_whole,
+)
 
 log = logging.getLogger("oktopk")
 

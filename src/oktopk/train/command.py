@@ -12,27 +12,48 @@ from pathlib import Path
 
 import torch
 
-from oktopk.comm import Comm
-from oktopk.extras import require
-from oktopk.files import FileError, write_whole
-from oktopk.join import ALONE, comm_of_job
-from oktopk.launch import Place, find_place, joined, start_workers, workers_to_start
+from oktopk.comm.communicator import Comm
+from oktopk.errors import RunError
+from oktopk.launch.local_workers import (
+    Place,
+    find_place,
+    joined,
+    start_workers,
+    workers_to_start,
+)
+from oktopk.launch.process_group import ALONE, comm_of_job
 from oktopk.report.command import report
-from oktopk.report.record import CHECKPOINTS, SETTINGS, has_checkpoint
+from oktopk.runlog.reader import CHECKPOINTS, SETTINGS, has_checkpoint
+from oktopk.runlog.run_directory import (
+    check_writable,
+    lock,
+    make,
+    newest,
+    numbered,
+    resumable,
+)
+from oktopk.runlog.totals import Totals
 from oktopk.train import checkpoint
-from oktopk.train.config import DEFAULT, Config, given, load, load_run, to_toml, with_flags
+from oktopk.train.all_or_raise import alike, together
+from oktopk.train.config import (
+    DEFAULT,
+    Config,
+    given,
+    load,
+    load_run,
+    to_toml,
+    with_flags,
+)
 from oktopk.train.console import LineHandler, say
 from oktopk.train.data.manifest import find_manifests
-from oktopk.train.errors import RunError
-from oktopk.train.folder import check_writable, lock, make, newest, numbered, resumable
 from oktopk.train.loop import train
 from oktopk.train.recorder import Recorder, Warnings
 from oktopk.train.resume import restore
 from oktopk.train.setup import Run, set_up, spoken_folder
 from oktopk.train.summary import summary
-from oktopk.train.together import alike, together
-from oktopk.train.totals import Totals
 from oktopk.train.validate import Validation
+from oktopk.utils.extras import require
+from oktopk.utils.files import FileError, write_whole
 
 log = logging.getLogger("oktopk")
 RESUME = "the same command with --resume goes on from the last checkpoint"

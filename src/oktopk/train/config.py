@@ -16,12 +16,24 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from oktopk.files import file_error, is_file, parse_toml, read_text
 from oktopk.methods import METHODS
-from oktopk.report.units import few
 from oktopk.settings import Scope
-from oktopk.train.bounds import LONGEST_NAME, MOST_WEIGHTS, RANGES, SMALLEST_RATE, check_type, shown
-from oktopk.wire import Form
+from oktopk.train.bounds import (
+    LONGEST_NAME,
+    MOST_WEIGHTS,
+    RANGES,
+    SMALLEST_RATE,
+    check_type,
+    shown,
+)
+from oktopk.utils.files import (
+    file_error,
+    is_file,
+    parse_toml,
+    read_text,
+)
+from oktopk.utils.units import few
+from oktopk.wire.codec import Form
 
 SHIPPED = Path(__file__).parent / "configs"
 DEFAULT = "quickstart"

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from oktopk.report.units import clock
+from oktopk.utils.units import clock
 
 
 class LineHandler(logging.Handler):

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from oktopk.groups import watched
-from oktopk.report.record import OVERLAPPED, PARTS
+from oktopk.comm.process_groups import watched
+from oktopk.errors import StoppedError
+from oktopk.runlog.reader import OVERLAPPED, PARTS
+from oktopk.train.all_or_raise import same_weights
 from oktopk.train.data.batches import plan
-from oktopk.train.errors import StoppedError
 from oktopk.train.recorder import Recorder
 from oktopk.train.resume import save
 from oktopk.train.setup import Run
 from oktopk.train.step import take_step
-from oktopk.train.together import same_weights
 from oktopk.train.validate import Validation, validate, validates
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oktopk.comm import Comm
-from oktopk.handle import Handle
+from oktopk.adapters.ddp.handle import Handle
+from oktopk.comm.communicator import Comm
 from oktopk.methods.selection import exact_of
 from oktopk.stats import StepStats
 

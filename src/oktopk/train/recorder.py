@@ -17,17 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oktopk.report.record import JOURNAL, OVERLAPPED, PARTS, TIMES
-from oktopk.report.spread import spread
-from oktopk.train.board import Board
+from oktopk.errors import RunError, StoppedError
+from oktopk.report.histogram import spread
+from oktopk.runlog.reader import (
+    JOURNAL,
+    OVERLAPPED,
+    PARTS,
+    TIMES,
+)
+from oktopk.runlog.totals import Totals
+from oktopk.runlog.writer import Journal
+from oktopk.train.all_or_raise import together
 from oktopk.train.console import Bar
-from oktopk.train.errors import RunError, StoppedError
-from oktopk.train.facts import opening_entry
-from oktopk.train.journal import Journal
 from oktopk.train.memory import FIELDS, memory
+from oktopk.train.run_info import opening_entry
 from oktopk.train.setup import Run
-from oktopk.train.together import together
-from oktopk.train.totals import Totals
+from oktopk.train.tensorboard import Board
 
 log = logging.getLogger("oktopk")
 STOPS = (signal.SIGTERM, signal.SIGINT)

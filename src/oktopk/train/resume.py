@@ -15,15 +15,21 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from oktopk.comm import ExchangeError
-from oktopk.files import checked, file_error, one_line
-from oktopk.report.record import CHECKPOINTS
+from oktopk.errors import CheckpointError, ExchangeError, RunError
+from oktopk.runlog.reader import CHECKPOINTS
 from oktopk.train import checkpoint
 from oktopk.train.checkpoint import Count
-from oktopk.train.config import HARMLESS, Config, as_flag, changes, parse, to_toml
-from oktopk.train.errors import CheckpointError, RunError
+from oktopk.train.config import (
+    HARMLESS,
+    Config,
+    as_flag,
+    changes,
+    parse,
+    to_toml,
+)
 from oktopk.train.recorder import Recorder
 from oktopk.train.setup import Run
+from oktopk.utils.files import checked, file_error, one_line
 
 log = logging.getLogger("oktopk")
 

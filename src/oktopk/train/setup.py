@@ -15,19 +15,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 import oktopk
-from oktopk.comm import Comm
-from oktopk.handle import Handle
-from oktopk.launch import Place
-from oktopk.remedies import PLAIN
+from oktopk.adapters.ddp.handle import Handle
+from oktopk.comm.communicator import Comm
+from oktopk.errors import RunError
+from oktopk.launch.local_workers import Place
+from oktopk.optim.presets import PLAIN
+from oktopk.runlog.totals import Totals
+from oktopk.train.all_or_raise import same_data, together
 from oktopk.train.config import Config
 from oktopk.train.data.features import Spectra, open_spectra
-from oktopk.train.data.manifest import Utterance, check, find_manifests, read_manifest
+from oktopk.train.data.manifest import (
+    Utterance,
+    check,
+    find_manifests,
+    read_manifest,
+)
 from oktopk.train.data.speak import speak
-from oktopk.train.errors import RunError
 from oktopk.train.models.lstman4 import Lstman4
 from oktopk.train.probe import Probe
-from oktopk.train.together import same_data, together
-from oktopk.train.totals import Totals
 
 log = logging.getLogger("oktopk")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.nn.utils import clip_grad_norm_
 
-from oktopk.report.record import PARTS
+from oktopk.errors import DivergedError
+from oktopk.runlog.reader import PARTS
 from oktopk.train.data.batches import collate
-from oktopk.train.errors import DivergedError
 from oktopk.train.models.lstman4 import ctc_loss
 from oktopk.train.schedule import learning_rate
 from oktopk.train.setup import Run

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from oktopk.report.units import clock, size
-from oktopk.train.totals import Totals
+from oktopk.runlog.totals import Totals
 from oktopk.train.validate import Validation
+from oktopk.utils.units import clock, size
 
 
 def summary(

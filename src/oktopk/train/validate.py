@@ -12,7 +12,7 @@ import jiwer
 import torch
 from torch import Tensor, nn
 
-from oktopk.comm import Comm
+from oktopk.comm.communicator import Comm
 from oktopk.train.data.batches import Batch, collate, shard
 from oktopk.train.data.features import Spectra
 from oktopk.train.data.manifest import Utterance

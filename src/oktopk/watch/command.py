@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oktopk.flags import between
 from oktopk.report.command import RUNS
-from oktopk.report.record import JOURNAL
-from oktopk.report.units import few
+from oktopk.runlog.reader import JOURNAL
+from oktopk.utils.flags import between
+from oktopk.utils.units import few
 
 if TYPE_CHECKING:
-    from oktopk.watch.seen import Watched
+    from oktopk.watch.state import Watched
 
 KNOWN = ["--once", "--every"]
 LINE_SECONDS = 3.0
@@ -76,7 +76,7 @@ def command(args: argparse.Namespace) -> int:
     from rich.live import Live
 
     from oktopk.watch.screen import screen
-    from oktopk.watch.seen import Watched
+    from oktopk.watch.state import Watched
 
     folder = find(args.folder)
     wrong = problem(args.folder, folder)

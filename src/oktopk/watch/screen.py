@@ -10,9 +10,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from oktopk.report.record import OVERLAPPED, PARTS, TIMES
-from oktopk.report.units import clock, size
-from oktopk.watch.seen import Seen
+from oktopk.runlog.reader import OVERLAPPED, PARTS, TIMES
+from oktopk.utils.units import clock, size
+from oktopk.watch.state import Seen
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 32

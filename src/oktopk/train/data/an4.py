@@ -11,8 +11,14 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from oktopk.files import FileError, first_line, is_file, one_line, read_text
-from oktopk.train.data.audio import RATE, byte_order, read_audio, read_raw, silent, write_wav
+from oktopk.train.data.audio import (
+    RATE,
+    byte_order,
+    read_audio,
+    read_raw,
+    silent,
+    write_wav,
+)
 from oktopk.train.data.labels import unknown
 from oktopk.train.data.manifest import (
     Utterance,
@@ -25,6 +31,13 @@ from oktopk.train.data.manifest import (
     write_manifest,
 )
 from oktopk.train.data.problems import DataError
+from oktopk.utils.files import (
+    FileError,
+    first_line,
+    is_file,
+    one_line,
+    read_text,
+)
 
 KINDS = (".raw", ".sph", ".wav", ".flac")
 PARTS = {"train": "train", "test": "val"}  # CMU's names, and those of the reference's manifests

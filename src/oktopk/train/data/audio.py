@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from oktopk.files import is_file, one_line
 from oktopk.train.data.problems import DataError, extra
+from oktopk.utils.files import is_file, one_line
 
 RATE = 16_000
 FULL_SCALE = 32_768

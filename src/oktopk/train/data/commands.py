@@ -8,7 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from oktopk.train.data.an4 import convert
-from oktopk.train.data.manifest import check, find_manifests, read_manifest, speaker
+from oktopk.train.data.manifest import (
+    check,
+    find_manifests,
+    read_manifest,
+    speaker,
+)
 from oktopk.train.data.problems import DataError
 from oktopk.train.data.repair import repair
 from oktopk.train.data.speak import speak

@@ -13,10 +13,15 @@ from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
-from oktopk.files import FileError, is_file, one_line, read_text
 from oktopk.train.data.audio import duration, read_audio, silent
 from oktopk.train.data.labels import unknown
 from oktopk.train.data.problems import DataError
+from oktopk.utils.files import (
+    FileError,
+    is_file,
+    one_line,
+    read_text,
+)
 
 PRUNE = (1.0, 15.0)  # seconds of the shortest and longest recording the reference trains on
 # Outputs per second that a transcript must fit in: 100 spectra, of which a convolution keeps every

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
-from oktopk.extras import require
-from oktopk.files import FileError
+from oktopk.utils.extras import require
+from oktopk.utils.files import FileError
 
 SHOWN = 20
 

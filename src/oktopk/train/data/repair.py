@@ -6,10 +6,16 @@ import os
 from collections import defaultdict
 from pathlib import Path
 
-from oktopk.files import FileError, read_text
 from oktopk.train.data.audio import duration
-from oktopk.train.data.manifest import Utterance, clean, pruned, rows, write_manifest
+from oktopk.train.data.manifest import (
+    Utterance,
+    clean,
+    pruned,
+    rows,
+    write_manifest,
+)
 from oktopk.train.data.problems import DataError
+from oktopk.utils.files import FileError, read_text
 
 
 def repair(manifest: Path, root: Path, out: Path, prune: bool = False) -> Path:

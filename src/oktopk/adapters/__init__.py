@@ -1,0 +1,1 @@
+"""How models hand over their gradients."""

@@ -1,0 +1,1 @@
+"""DistributedDataParallel: attach, the handle, the communication thread."""

@@ -1,0 +1,104 @@
+"""`Named`: the parameters DDP exchanges, by name, and where they lie in flat buckets."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from oktopk.adapters.ddp.communication_thread import Arrived
+from oktopk.adapters.policy import Policy
+from oktopk.engine.buckets import Bucket, Layout
+from oktopk.engine.saved_state import clean_name
+
+
+class Named:
+    """Names outlive a layout: DDP rebuilds its buckets, and a resumed run may cut others."""
+
+    def __init__(self, model: DistributedDataParallel, policy: Policy) -> None:
+        managed = {id(parameter) for parameter in model._module_parameters}
+        self._names: dict[Tensor, str] = {
+            parameter: clean_name(name)
+            for name, parameter in model.module.named_parameters()
+            if id(parameter) in managed
+        }
+        self.parameters = {name: p for p, name in self._names.items() if p.requires_grad}
+        """Those that are trained: a frozen one has no gradient, so it needs no residual."""
+
+        self._finds_unused = model.find_unused_parameters
+        self._policy = policy
+
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the parameters that are not trained."""
+        return [name for name in self._names.values() if name not in self.parameters]
+
+    def layout_of(self, buckets: list[Arrived]) -> Layout:
+        for arrived in buckets:
+            for parameter in arrived.parameters:  # one that was frozen after DDP had taken it on
+                self.parameters.setdefault(self._names[parameter], parameter)
+        return [[self._names[p] for p in arrived.parameters] for arrived in buckets]
+
+    def check_sizes(self, buckets: list[Arrived], layout: Layout) -> None:
+        """Raise where a bucket of DDP's is not as large as its parameters: all would be misread."""
+        for arrived, names in zip(buckets, layout, strict=True):
+            numel = sum(self.parameters[name].numel() for name in names)
+            if arrived.buffer.numel() != numel:
+                raise ValueError(
+                    f"DDP's bucket {arrived.index} has {arrived.buffer.numel()} elements, and its "
+                    f"parameters have {numel}: {names}; is one of them complex?"
+                )
+
+    def is_dense(self, name: str) -> bool:
+        return self._policy.is_dense(name, self.parameters[name])
+
+    def bucket(self, names: list[str]) -> Bucket:
+        """Where in a bucket of these parameters the dense ones lie."""
+        start, dense, sparse = 0, [], []
+        for name in names:
+            parameter = self.parameters[name]
+            ranges = dense if self.is_dense(name) else sparse
+            ranges.append((start, start + parameter.numel()))
+            start += parameter.numel()
+        return Bucket(start, tuple(dense), tuple(sparse) if self._finds_unused else ())
+
+    def views(self, flat: Tensor, names: list[str]) -> dict[str, Tensor]:
+        """The parts of a flat bucket, each in its parameter's shape, laid out as DDP does."""
+        return {
+            name: part.as_strided(self.parameters[name].shape, _strides(self.parameters[name]))
+            for name, part in self._parts(flat, names).items()
+        }
+
+    def staged(self, buckets: list[Arrived], layout: Layout) -> list[Tensor]:
+        """A copy of DDP's gradients in the order of another layout."""
+        parts = self._gradients(buckets)
+        return [torch.cat([parts[name] for name in names]) for names in layout]
+
+    def unstage(self, staged: list[Tensor], buckets: list[Arrived], layout: Layout) -> None:
+        """Copy what was staged back into DDP's buckets."""
+        parts = self._gradients(buckets)
+        for names, grad in zip(layout, staged, strict=True):
+            for name, part in self._parts(grad, names).items():
+                parts[name].copy_(part)
+
+    def _gradients(self, buckets: list[Arrived]) -> dict[str, Tensor]:
+        parts = {}
+        for arrived, names in zip(buckets, self.layout_of(buckets), strict=True):
+            parts |= self._parts(arrived.buffer, names)
+        return parts
+
+    def _parts(self, flat: Tensor, names: list[str]) -> dict[str, Tensor]:
+        """The parts of a flat bucket, flat, in the order they lie in memory."""
+        numels = [self.parameters[name].numel() for name in names]
+        return dict(zip(names, flat.split(numels), strict=True))
+
+
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """Those of its gradient in DDP's bucket: its own if it fills its memory, else contiguous ones.
+
+    It does fill it (as a channels_last one does) where a tensor like it gets the same strides.
+    """
+    like = torch.empty_like(parameter, device="meta")
+    if like.stride() == parameter.stride():
+        return like.stride()
+    return torch.empty_like(like, memory_format=torch.contiguous_format).stride()

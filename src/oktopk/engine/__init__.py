@@ -1,0 +1,1 @@
+"""One model's exchange: the plan of a step, the step, the residual, the buckets."""

@@ -1,0 +1,313 @@
+"""The state dict of a handle: its schema, whether it fits this run, and a change of world size.
+
+What is read is checked here, once, before anything of it is used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+from oktopk.engine.buckets import Layout
+from oktopk.errors import StateError
+from oktopk.sparse import acc_dtype
+from oktopk.utils.arguments import shown
+
+FORMAT = 1
+"""Counts up when a state dict changes so that older code would misread it."""
+
+Count = Annotated[int, Meta(ge=0, lt=2**62)]
+Estimate = Annotated[list[float], Meta(min_length=2, max_length=2)]
+DTYPES = (torch.float32, torch.float64)
+"""Of a residual."""
+RANKS = "ranks"
+"""Key of the states of all ranks in a gathered state."""
+
+
+class SavedThresholds(msgspec.Struct, frozen=True, kw_only=True):
+    """What a method keeps between steps (`methods.state.State`)."""
+
+    step: Count
+    local: Estimate | None
+    result: Estimate | None
+    bounds: list[Count] | None
+    uneven: bool
+    one_owner: bool
+
+
+class SavedEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters, quotas and thresholds of `engine.Engine`."""
+
+    step: Count
+    skipped: Count
+    numels: list[Count]
+    quotas: list[Count]
+    states: list[SavedThresholds]
+    whole: SavedThresholds
+
+
+class SavedRates(msgspec.Struct, frozen=True, kw_only=True):
+    """Learning rates and loss scale of the last step (`followed.Followed`)."""
+
+    rates: dict[str, float]
+    peaks: dict[str, float]
+    scale: float | None
+
+
+class SavedFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """All of a state that is not a tensor."""
+
+    format: int
+    method: str
+    world_size: Annotated[int, Meta(ge=1)]
+    rank: Count
+    frozen: list[str]
+    """Parameters without gradients: they have no residual."""
+
+    layout: Layout
+    settled_layout: Layout
+    engine: SavedEngine
+    followed: SavedRates
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A state that was read and checked: one rank's."""
+
+    facts: SavedFacts
+    residuals: dict[str, Tensor]
+    arrived: dict[str, Tensor]
+    """By parameter, the step in which an entry last arrived; empty without late moments."""
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without what torch.compile puts into it."""
+    return name.replace("_orig_mod.", "")
+
+
+def load(
+    state: Any,
+    *,
+    rank: int,
+    world_size: int,
+    method: str | None,
+    parameters: Mapping[str, Tensor],
+    frozen: Collection[str],
+) -> Saved:
+    """This rank's part of a state, or of all ranks' states, for the parameters it trains.
+
+    `state` is what `Handle.state_dict` gave on this rank, a list of what it gave on all ranks,
+    or what `Handle.gathered_state_dict` gave. A `method` of None takes any. Parameters that were
+    frozen when the state was saved get residuals of zero; residuals of parameters that are frozen
+    now are left out.
+    """
+    try:
+        states = state[RANKS] if isinstance(state, dict) and RANKS in state else state
+        if isinstance(states, list):
+            saved = _resharded([_parse(each) for each in states], rank, world_size)
+        else:
+            saved = _of_this_rank(_parse(states), rank, world_size)
+        if method is not None and saved.facts.method != method:
+            raise StateError(
+                f"the state was saved with method={saved.facts.method!r} and this is {method!r}: "
+                "attach with the method it was saved with"
+            )
+        return _fitted(saved, parameters, frozen)
+    except StateError as error:
+        raise StateError(f"rank {rank}: {error}") from error.__cause__
+
+
+def load_flat(state: Any, here: Mapping[str, Any]) -> tuple[SavedEngine, Tensor | None]:
+    """The state of a `Reducer`: `here` has what it must have been saved with."""
+    keys = {*here, "residual", "engine"}
+    if not isinstance(state, dict) or not keys <= set(state):
+        raise StateError(f"not a state of a reducer: expected one with {sorted(keys)}")
+    for name, mine in here.items():
+        if type(state[name]) is not type(mine) or state[name] != mine:
+            raise StateError(
+                f"the state was saved with {name}={shown(state[name])}, this is {mine}"
+            )
+    try:
+        engine = msgspec.convert(state["engine"], SavedEngine)
+    except msgspec.ValidationError as error:
+        raise StateError(f"'engine' of the state cannot be read: {error}") from error
+    _check_engine(engine, here["size"])
+    residual = state["residual"]
+    if residual is None:
+        return engine, None
+    flat = isinstance(residual, Tensor) and residual.layout == torch.strided
+    if not flat or residual.dtype not in DTYPES or residual.shape != (here["numel"],):
+        expected = f"a flat fp32 or float64 tensor of {here['numel']} elements"
+        raise StateError(f"the residual must be {expected}, got {shown(residual)}")
+    if residual.device.type == "meta" or not torch.isfinite(residual).all():
+        raise StateError("the residual has no data, or a NaN or Inf: load an older checkpoint")
+    return engine, residual
+
+
+def _parse(state: Any) -> Saved:
+    """One rank's state, of the right types."""
+    if not isinstance(state, dict) or not {"facts", "residuals"} <= set(state):
+        had = sorted(map(str, state)) if isinstance(state, dict) else f"a {type(state).__name__}"
+        raise StateError(
+            "not a state of a handle: expected what `state_dict` gave, with 'facts' and "
+            f"'residuals', got {had or 'an empty one'}"
+        )
+    facts = _parse_facts(state["facts"])
+    residuals = _tensors(state["residuals"], "residuals", DTYPES)
+    arrived = _tensors(state.get("arrived", {}), "arrived", (torch.int32,))
+    for name, residual in residuals.items():
+        if not torch.isfinite(residual).all():
+            raise StateError(f"the residual of {name!r} has a NaN or Inf: load an older checkpoint")
+    _check_layout(facts, residuals)
+    return Saved(facts, residuals, arrived)
+
+
+def _parse_facts(text: Any) -> SavedFacts:
+    if not isinstance(text, str):
+        raise StateError(f"'facts' must be text, got a {type(text).__name__}")
+    try:
+        values = json.loads(text)
+        version = values.get("format") if isinstance(values, dict) else None
+        if version != FORMAT:
+            raise StateError(
+                f"the state has format {version} and this version of oktopk reads format {FORMAT}: "
+                "resume with the version that saved it"
+            )
+        facts = msgspec.convert(values, SavedFacts)
+    except (json.JSONDecodeError, msgspec.ValidationError, RecursionError) as error:
+        raise StateError(f"'facts' of the state cannot be read: {error}") from error
+    _check_numbers(facts)
+    return facts
+
+
+def _check_numbers(facts: SavedFacts) -> None:
+    """What types cannot say: numbers that must fit each other."""
+    if facts.rank >= facts.world_size:
+        raise StateError(f"the state is of rank {facts.rank} of {facts.world_size}")
+    _check_engine(facts.engine, facts.world_size)
+    rates = (*facts.followed.rates.values(), *facts.followed.peaks.values())
+    if not all(0 <= rate < float("inf") for rate in (*rates, facts.followed.scale or 1.0)):
+        raise StateError("a learning rate or loss scale in the state is no positive number")
+
+
+def _check_engine(engine: SavedEngine, world_size: int) -> None:
+    if engine.skipped > engine.step:
+        raise StateError(f"the state is of {engine.step} steps, {engine.skipped} of them skipped")
+    for thresholds in (*engine.states, engine.whole):
+        for estimate in (thresholds.local, thresholds.result):
+            if estimate is not None and not (estimate[0] >= 0 and 0 < estimate[1] < 1e6):
+                raise StateError(f"the state has the threshold and slope {estimate}")
+        bounds = thresholds.bounds
+        regular = bounds is None or (len(bounds) == world_size + 1 and bounds[0] == 0)
+        if not regular or (bounds is not None and bounds != sorted(bounds)):
+            raise StateError(f"the state has the region bounds {shown(bounds)}")
+
+
+def _tensors(value: Any, key: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, Tensor]:
+    """Dense tensors with data, by name."""
+    if not isinstance(value, dict):
+        raise StateError(f"{key!r} must be tensors by name, got a {type(value).__name__}")
+    for name, x in value.items():
+        if not isinstance(name, str) or not isinstance(x, Tensor):
+            raise StateError(f"{key!r} has a {type(x).__name__} as {shown(name)}")
+        if x.layout != torch.strided or x.device.type == "meta" or x.dtype not in dtypes:
+            what = f"a tensor of {x.dtype}, {x.layout}, on {x.device.type}"
+            raise StateError(f"{key!r} has {what} as {shown(name)}")
+    return {clean_name(name): x for name, x in value.items()}
+
+
+def _of_this_rank(saved: Saved, rank: int, world_size: int) -> Saved:
+    facts = saved.facts
+    if facts.world_size != world_size:
+        raise StateError(
+            f"the state was saved by {facts.world_size} ranks and there are {world_size}: "
+            "pass the list of all ranks' states"
+        )
+    if facts.rank != rank:
+        raise StateError(
+            f"the state was saved by rank {facts.rank}, and every rank has residuals of its own: "
+            "save and load one file per rank; where a framework saves one state for all ranks "
+            "(Accelerate's register_for_checkpointing, callbacks of Lightning), give it "
+            "`handle.gathered` instead of the handle"
+        )
+    return saved
+
+
+def _resharded(states: list[Saved], rank: int, world_size: int) -> Saved:
+    """Rank r takes over the residuals of ranks r, r+P, ...: their sum over ranks is as before."""
+    if not states:
+        raise StateError("the list of states is empty: pass those of all ranks")
+    ordered = sorted(states, key=lambda saved: saved.facts.rank)
+    facts, ranks = ordered[0].facts, [saved.facts.rank for saved in ordered]
+    if ranks != list(range(facts.world_size)):
+        raise StateError(
+            f"expected the states of all {facts.world_size} ranks that saved, each once, got "
+            f"those of ranks {ranks}"
+        )
+    for saved in ordered:
+        if _shapes(saved) != _shapes(ordered[0]):
+            raise StateError(f"the states of ranks 0 and {saved.facts.rank} are of other models")
+        if saved.facts.engine.step != facts.engine.step:
+            raise StateError(
+                f"the state of rank 0 is of step {facts.engine.step}, that of rank "
+                f"{saved.facts.rank} of step {saved.facts.engine.step}: pass those of one step"
+            )
+    if len(ranks) == world_size:
+        return ordered[rank]
+    mine = ordered[rank::world_size]
+    residuals = {
+        name: sum((saved.residuals[name] for saved in mine), torch.zeros_like(like))
+        for name, like in ordered[0].residuals.items()
+    }
+    # thresholds and bounds were for another world size: without sizes they are not taken over
+    engine = msgspec.structs.replace(facts.engine, numels=[])
+    facts = msgspec.structs.replace(facts, rank=rank, world_size=world_size, engine=engine)
+    return Saved(facts, residuals, ordered[0].arrived)  # arrivals are the same on every rank
+
+
+def _shapes(saved: Saved) -> dict[str, torch.Size]:
+    return {name: residual.shape for name, residual in saved.residuals.items()}
+
+
+def _fitted(saved: Saved, parameters: Mapping[str, Tensor], frozen: Collection[str]) -> Saved:
+    """With exactly the parameters that this run trains; the others are frozen, then or now."""
+    missing = parameters.keys() - saved.residuals.keys() - set(saved.facts.frozen)
+    unknown = saved.residuals.keys() - parameters.keys() - set(frozen)
+    if missing or unknown:
+        only = sorted(missing | unknown)
+        raise StateError(f"the state is of another model; only one of them has {only}")
+    for tensors in (saved.residuals, saved.arrived):
+        for name in tensors.keys() & parameters.keys():
+            theirs, mine = tuple(tensors[name].shape), tuple(parameters[name].shape)
+            if mine != theirs:
+                raise StateError(f"{name!r} has the shape {theirs} in the state and {mine} here")
+    if saved.residuals.keys() == parameters.keys():
+        return saved
+    residuals = {
+        name: saved.residuals[name]
+        if name in saved.residuals
+        else torch.zeros(parameter.shape, dtype=acc_dtype(parameter), device=parameter.device)
+        for name, parameter in parameters.items()
+    }
+    # DDP has other buckets for other parameters
+    engine = msgspec.structs.replace(saved.facts.engine, numels=[])
+    facts = msgspec.structs.replace(saved.facts, engine=engine, layout=[], settled_layout=[])
+    return Saved(facts, residuals, saved.arrived)
+
+
+def _check_layout(facts: SavedFacts, residuals: Mapping[str, Tensor]) -> None:
+    for layout in (facts.layout, facts.settled_layout):
+        named = Counter(name for bucket in layout for name in bucket)
+        if layout and named != Counter(residuals.keys()):
+            raise StateError("the buckets in the state do not hold each of its parameters once")
+    sizes = [sum(residuals[name].numel() for name in bucket) for bucket in facts.layout]
+    if facts.engine.numels not in ([], sizes):
+        raise StateError(f"the buckets in the state have {sizes} entries, not as it says")

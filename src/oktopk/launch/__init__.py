@@ -1,0 +1,1 @@
+"""Starting ranks: the environment of a rank, rendezvous, process group, local workers."""

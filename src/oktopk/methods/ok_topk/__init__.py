@@ -1,0 +1,1 @@
+"""The Ok-Topk exchange (Li and Hoefler, PPoPP 2022)."""

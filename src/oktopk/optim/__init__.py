@@ -1,0 +1,1 @@
+"""What an optimizer needs when gradients arrive late: presets, correction, residual scaling."""

@@ -1,0 +1,266 @@
+"""`oktopk compare`: which runs, what is done again, what is refused, and the table of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import browser
+import journals
+from oktopk import cli
+from oktopk.compare import command as comparing
+from oktopk.compare.page import curves, losses
+from oktopk.compare.plan import plan
+from oktopk.compare.results import as_table, bytes_so_far, row
+from oktopk.report.texttable import markdown
+from oktopk.report.times import settled
+from oktopk.runlog.reader import read
+from oktopk.train import run_process
+from oktopk.train.config import Config, load
+from speech import SMALL
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    """Runs that write their journals at once; those in `fails` break off after a few steps."""
+    made = SimpleNamespace(names=[], fails=set())
+
+    @contextmanager
+    def started(config, base, log):
+        made.names.append(config.name)
+        failed = config.name in made.fails
+        log.write_text("first line\nthe disk is full\n" if failed else "")
+        sent = 100 if config.method == "dense" else round(1000 * config.density)
+        entries = journals.whole_run(wer=0.2 + config.density, sent=sent)
+        entries = [*entries[:4], journals.end("failed", "no disk")] if failed else entries
+        journals.write(Path(config.runs) / config.name, entries, config)
+        yield SimpleNamespace(wait=lambda: int(failed))
+
+    monkeypatch.setattr(comparing, "started", started)
+    return made
+
+
+@pytest.fixture
+def call(oktopk):
+    return partial(oktopk, "compare")
+
+
+def test_every_method_at_every_density_but_dense_once():
+    names = [run.name for run in plan(Config(), ["dense", "topka", "oktopk"], [0.01, 0.05], [0])]
+    assert names == ["dense", "topka-0.01", "topka-0.05", "oktopk-0.01", "oktopk-0.05"]
+    runs = plan(Config(density=0.3), ["dense", "oktopk"], [0.01], [0, 7])
+    assert [(run.name, run.density, run.seed) for run in runs] == [
+        ("dense", 0.3, 0),
+        ("oktopk-0.01", 0.01, 0),
+        ("dense-s7", 0.3, 7),
+        ("oktopk-0.01-s7", 0.01, 7),
+    ]
+
+
+def test_flags_make_the_same_config_again(monkeypatch):
+    wanted = Config(
+        **{**vars_of(load("quickstart")), "name": "x", "runs": "r", "lr": 0.1, "augment": False}
+    )
+    monkeypatch.setattr(sys, "argv", ["oktopk"])
+    args = cli.parser().parse_args(["train", *run_process.flags(wanted, "quickstart")])
+    from oktopk.train.command import resolve
+
+    assert resolve(args) == wanted
+    assert run_process.command_line(wanted, "quickstart").startswith(
+        "oktopk train --config quickstart "
+    )
+
+
+def vars_of(config: Config) -> dict:
+    return {name: getattr(config, name) for name in config.__slots__}
+
+
+def test_all_are_trained_and_put_into_one_table(trainer, call, capsys):
+    assert call("--methods", "dense,oktopk", "--densities", "0.01,0.05") == 0
+    out = capsys.readouterr().out
+    assert trainer.names == ["dense", "oktopk-0.01", "oktopk-0.05"]
+    assert "2/3 oktopk-0.01: training; to look: oktopk watch runs/compare/oktopk-0.01" in out
+    assert (
+        "2/3 oktopk-0.01: WER 0.210, CER 0.105, sent 520 B, ratio 3.1, ms/step, median 100" in out
+    )
+    table = Path("runs/compare/table.md").read_text()
+    assert table in out and "state" not in table
+    found = {one["setting"]: one for one in json.loads(Path("runs/compare/table.json").read_text())}
+    assert list(found) == ["dense", "oktopk-0.01", "oktopk-0.05"]
+    assert found["oktopk-0.05"]["sparse_ratio"] == 2 and found["dense"]["to_dense"] is None
+    # the fake's dense run has the WER of the config's density
+    assert found["oktopk-0.05"]["to_dense"] == pytest.approx(0.03)
+    page = Path("runs/compare/compare.html").read_text()
+    assert all(f"WER against {axis}" in page for axis in ("steps", "bytes", "time"))
+
+
+def test_what_is_finished_is_not_trained_again_and_new_settings_join(trainer, call, capsys):
+    call("--methods", "dense", "--densities", "0.01")
+    assert call("--methods", "dense,topka", "--densities", "0.01", "--log-every", "3") == 0
+    assert trainer.names == ["dense", "topka-0.01"]
+    assert "(trained before)" in capsys.readouterr().out
+    assert len(json.loads(Path("runs/compare/table.json").read_text())) == 2
+
+
+def test_a_failed_run_is_named_and_does_not_lose_the_others(trainer, call, capsys):
+    trainer.fails = {"dense"}
+    assert call("--methods", "dense,oktopk") == 1
+    said = capsys.readouterr()
+    assert "1/2 dense: failed with exit code 1, in runs/compare/dense.log" in said.out
+    assert "  | the disk is full" in said.out
+    assert "dense failed, see runs/compare/dense.log" in said.err
+    states = [one["state"] for one in json.loads(Path("runs/compare/table.json").read_text())]
+    assert states == ["failed", "finished"]
+    assert "| dense       |   failed |" in Path("runs/compare/table.md").read_text()
+    trainer.fails = set()
+    assert call("--methods", "dense,oktopk") == 0  # tries again only what failed
+    assert trainer.names == ["dense", "oktopk-0.02", "dense"]
+
+
+def test_another_training_in_the_same_folder_is_refused_by_name(trainer, call, capsys):
+    call("--methods", "dense")
+    assert call("--methods", "dense", "--lr", "0.5", "--epochs", "3") == 1
+    said = capsys.readouterr().err
+    assert "runs/compare/dense was trained with epochs 15, lr 0.006" in said
+    assert "this is epochs 3, lr 0.5: give another --name" in said
+    assert call("--methods", "dense", "--lr", "0.5", "--name", "other") == 0
+    assert trainer.names == ["dense", "dense"]
+
+
+def test_folders_of_others_are_left_as_they_are(trainer, call, capsys):
+    """A training run's own, a sweep's, and a file where a run's folder would be."""
+    journals.write(Path("runs/a"), journals.whole_run(), Config())
+    Path("runs/night").mkdir()
+    Path("runs/night/sweep.json").write_text("{}")
+    Path("runs/compare").mkdir()
+    Path("runs/compare/oktopk-0.02").write_text("notes")
+    before = sorted(Path("runs").rglob("*"))
+    assert call("--name", "a") == 1
+    assert "runs/a is the folder of a training run" in capsys.readouterr().err
+    assert call("--name", "night") == 1
+    assert "runs/night is the folder of a sweep (sweep.json)" in capsys.readouterr().err
+    assert sorted(Path("runs").rglob("*")) == before
+    assert call() == 1
+    said = capsys.readouterr().err
+    assert "runs/compare/oktopk-0.02 is a file, where the folder of that run would be" in said
+    assert trainer.names == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "dense,oktok"], "method must be one of dense, topka"),
+        (["--densities", "0.1,x"], "--densities '0.1,x': values with commas between them"),
+        (["--densities", "2"], "density must be in (0, 1], got 2.0"),
+        (["--methods", "dense", "--method", "topka"], "--methods and --method: give one of them"),
+        (["--metod", "dense"], "did you mean '--method'"),
+        (["--name", "a/b"], "name must be letters"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(trainer, call, capsys, arguments, message):
+    assert call(*arguments) == 2
+    assert message in capsys.readouterr().err and trainer.names == []
+
+
+def test_it_refuses_to_be_started_many_times(trainer, call, monkeypatch):
+    monkeypatch.setenv("OKTOPK_RANK", "0")
+    monkeypatch.setenv("OKTOPK_SIZE", "2")
+    assert "oktopk compare starts its workers itself" in call()
+    assert trainer.names == []
+
+
+def test_bytes_of_all_ranks_are_spread_over_the_steps(tmp_path):
+    """Rank 0 sent 100 a dense step and 10 a sparse one; all three ranks 400 and 45 a step."""
+    sums = {"dense": journals.phase_sums(2, 800, 800), "sparse": journals.phase_sums(6, 270, 2400)}
+    entries = [*journals.whole_run(sent=10, ranks=3)[:-1], journals.end(**sums)]
+    record = read(journals.write(tmp_path / "a", entries))
+    assert bytes_so_far(record) == [400, 800, 845, 890, 935, 980, 1025, 1070]
+    killed = read(journals.write(tmp_path / "b", entries[:4]))
+    assert bytes_so_far(killed) == [300, 600, 630]  # no end: rank 0's times the ranks
+    assert row(killed, "wer", None).state == "unfinished"
+
+
+def test_a_step_takes_what_most_take(tmp_path):
+    """The first step of a phase compiles kernels, and so does the first after a resume."""
+    run = journals.whole_run()
+    slow = {0: 5.0, 2: 3.0, 6: 4.0, 7: 0.2}
+    steps = [
+        journals.step(i) | ({"whole": slow[i]} if i in slow else {"whole": 0.1}) for i in range(8)
+    ]
+    resumed = journals.opening() | {"step": 6}
+    entries = [run[0], *steps[:6], resumed, *steps[6:], run[-1]]
+    found = row(read(journals.write(tmp_path / "a", entries)), "wer", None)
+    assert [entry["whole"] for entry in settled(read(tmp_path / "a"))] == [0.1, 0.1, 0.1, 0.1, 0.2]
+    assert found.ms_per_step == pytest.approx(100)
+    assert found.minutes == pytest.approx(0.8 / 60)  # of the journal's end: all steps
+    short = row(read(journals.write(tmp_path / "b", entries[:2])), "wer", None)
+    assert short.ms_per_step is None and "-" in as_table([short])[1]
+
+
+@pytest.mark.skipif(browser.BROWSER is None, reason="needs chromium: apt-get install chromium")
+def test_a_browser_draws_the_comparison_and_asks_nobody(trainer, call, tmp_path):
+    trainer.fails = {"topka-0.01"}
+    call("--methods", "dense,topka,oktopk", "--densities", "0.01,0.05")
+    path = Path("runs/compare/compare.html")
+    seen = browser.look(path, tmp_path)
+    assert seen.console == []
+    assert seen.number("drawn") == browser.figures(path) == 6
+    assert seen.drawn == 6 and seen.number("requests") == 0
+
+
+def test_curves_have_a_point_for_every_validation(tmp_path):
+    runs = [tmp_path / "dense", tmp_path / "oktopk-0.1", tmp_path / "killed"]
+    entries = journals.whole_run(wer=0.4)
+    for folder, stored in zip(runs, (entries, entries, entries[:3]), strict=True):
+        journals.write(folder, stored)
+    records = [read(folder) for folder in runs]
+    figures = curves(records, "wer")
+    assert [trace["y"] for trace in figures[0].traces] == [[0.8, 0.4], [0.8, 0.4], []]
+    assert [figure.traces[0]["x"] for figure in figures[:2]] == [[3, 7], [440, 520]]
+    assert figures[2].traces[0]["x"] == pytest.approx([0.4 / 60, 0.8 / 60], rel=1e-3)
+    assert [len(figure.traces[0]["y"]) for figure in losses(records)] == [8, 8, 8]
+
+
+def test_columns_that_nobody_fills_are_left_out(tmp_path):
+    entries = journals.whole_run()
+    plain = row(read(journals.write(tmp_path / "a", entries)), "wer", None)
+    probe = {"kind": "probe", "step": 5, "xi": 0.25}
+    probed = row(read(journals.write(tmp_path / "b", [*entries, probe])), "wer", None)
+    assert "xi" not in as_table([plain])[0] and "to dense" not in as_table([plain])[0]
+    assert as_table([plain, probed])[2][as_table([plain, probed])[0].index("xi")] == "0.250"
+
+
+def test_a_table_is_markdown_in_columns():
+    text = markdown([["setting", "WER"], ["dense", "0.5"]])
+    assert text == "| setting | WER |\n|---------|----:|\n| dense   | 0.5 |\n"
+
+
+def test_a_process_that_does_not_leave_is_killed():
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)"
+    code += "; time.sleep(99)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    with process.stdout as pipe:
+        pipe.readline()
+        run_process.end(process, patience=0.2)
+    assert process.returncode == -9
+    run_process.end(process)  # has ended already
+
+
+@pytest.mark.timeout(240)  # two processes that import torch
+def test_a_real_run_from_the_command_line(call, corpus, tmp_path):
+    small = [*SMALL, "--data", corpus, "--workers", "1", "--max-steps", "3"]
+    at = small.index("--density")
+    flags = [*small[:at], *small[at + 2 :], "--methods", "oktopk", "--densities", "0.2"]
+    assert call(*flags) == 0
+    rows = json.loads((tmp_path / "runs" / "compare" / "table.json").read_text())
+    assert [(one["setting"], one["steps"]) for one in rows] == [("oktopk-0.2", 3)]
+    assert all(one["state"] == "finished" and one["wer"] is not None for one in rows)
+    assert (tmp_path / "runs" / "compare" / "compare.html").stat().st_size > 1e6

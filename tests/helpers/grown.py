@@ -1,0 +1,20 @@
+"""A worker that waits for a second one: `torchrun --nnodes 1:2 grown.py`."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from oktopk.comm.communicator import Comm
+from oktopk.comm.torch_transport import TorchTransport
+from oktopk.launch.local_workers import find_place, joined
+
+place = find_place()
+with joined(place, timeout=30):
+    if place.size == 1:
+        print("alone", flush=True)
+        time.sleep(100)  # torchrun ends this life when the other host comes
+    comm = Comm(TorchTransport())
+    ranks = comm.all_gather(torch.tensor([comm.rank]), stage="test").view(-1).tolist()
+    print("ranks", ranks, flush=True)

@@ -1,0 +1,256 @@
+"""The report of a run says what happened, whatever happened, and a browser can draw it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import browser
+import speech
+from oktopk.cli import main
+from oktopk.report.command import report, sections
+from oktopk.report.downsample import columns
+from oktopk.report.histogram import edges, spread
+from oktopk.report.page import (
+    Figure,
+    Section,
+    page,
+    table,
+)
+from oktopk.report.times import slowest_rank
+from oktopk.report.traffic import _colour, message_counts
+from oktopk.runlog.reader import Record, read
+
+SECTIONS = [
+    "Learning",
+    "What was kept",
+    "Where the bytes went",
+    "Where the time went",
+    "Which parameters are sparsified",
+    "Gradients and residuals",
+    "Quality of selection",
+    "Decoded samples",
+    "Memory",
+    "Settings",
+    "Versions and machine",
+]
+
+
+@pytest.fixture(scope="module")
+def runs(worlds, corpus, tmp_path_factory):
+    """Folders of runs that ended in six ways."""
+    root = tmp_path_factory.mktemp("runs")
+
+    def run(name, settings, faults=None):
+        folder = str(root / name)
+        worlds.run(2, speech.train, corpus, folder, settings, False, faults)
+        return Path(folder) / "tiny"
+
+    whole = run("whole", {"epochs": 2, "probe_every": 2})
+    found = {
+        "whole": whole,
+        "dense": run("dense", {"max_steps": 3, "warmup_steps": 50}),
+        "skipped": run("skipped", {"epochs": 1}, {"nan_at": (1, 3, 4)}),
+    }
+    lines = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
+    for name in ("killed", "corrupt", "empty"):
+        found[name] = root / name
+        found[name].mkdir()
+    shutil.copy(whole / "config.toml", found["killed"])
+    cut = "".join(lines[: len(lines) // 2])
+    (found["killed"] / "metrics.jsonl").write_text(cut + lines[len(lines) // 2][:40])
+    shutil.copy(whole / "config.toml", found["corrupt"])
+    (found["corrupt"] / "metrics.jsonl").write_text("".join([*lines[:4], "?!\n", *lines[4:]]))
+    return found
+
+
+def shown(folder: Path) -> str:
+    """The words a person reads at the top."""
+    text = report(folder).read_text()
+    opening = text[text.index("<main>") : text.index("<nav>")]
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", opening))
+
+
+def test_a_run_leaves_its_report(runs):
+    assert (runs["whole"] / "report.html").is_file()
+
+
+SEEN = ("whole", "skipped")  # in the browser; the others there only in the slow tests
+SAYS = {
+    "whole": ["The run finished: 12 steps in", " went from ", "sparse at step 2."],
+    "dense": ["It never reached the sparse phase (warmup_steps is 50), so no bytes were saved."],
+    "skipped": ["2 steps were skipped by all ranks because a gradient was not finite: 3, 4."],
+    "killed": ["The journal breaks off at step", "of 12: the run is still going on, or it was kil"],
+    "empty": ["Nothing was recorded here", "There is no metrics.jsonl"],
+    "corrupt": ["The run finished: 12 steps", "metrics.jsonl: line 5 could not be read"],
+}
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_each_says_what_happened(runs, name):
+    text = shown(runs[name])
+    for words in SAYS[name]:
+        assert words in text
+
+
+def test_the_verdict_has_bytes_of_both_kinds_and_the_time(runs):
+    text = shown(runs["whole"])
+    totals = read(runs["whole"]).end["totals"]
+    sparse = totals["sparse"]["bytes_dense"] / totals["sparse"]["bytes_sent"]
+    sums = {k: sum(part[k] for part in totals.values()) for k in ("bytes_dense", "bytes_sent")}
+    assert f"{sums['bytes_dense'] / sums['bytes_sent']:.1f}x fewer bytes, the whole run" in text
+    assert f"{sparse:.1f}x fewer bytes, the sparse phase" in text
+    assert "all ranks" in text and "ms a step of rank 0, median" in text
+
+
+def test_every_section_is_there_and_rises_from_the_record(runs):
+    made = sections(read(runs["whole"]))
+    assert [section.title for section in made] == SECTIONS
+    assert all(section.blocks for section in made)
+    figures = [block for section in made for block in section.blocks if isinstance(block, Figure)]
+    assert len(figures) >= 18 and all(figure.traces for figure in figures)
+
+
+def test_figures_are_what_plotly_knows(runs):
+    import plotly.graph_objects as go
+
+    for section in sections(read(runs["whole"])):
+        for block in section.blocks:
+            if isinstance(block, Figure):
+                go.Figure(block.traces, block.layout)  # raises at an unknown name
+
+
+def test_the_bytes_in_the_figures_are_those_of_the_journal(runs):
+    record = read(runs["whole"])
+    figures = {b.title: b for s in sections(record) for b in s.blocks if isinstance(b, Figure)}
+    bars = figures["Bytes of each step, by stage of the exchange"].traces[:-1]
+    sent = [sum(trace["y"][i] for trace in bars) for i in range(len(record.steps))]
+    assert sent == pytest.approx([entry["bytes_sent"] for entry in record.steps], rel=1e-4)
+    whole = figures["Bytes since the beginning"].traces[0]["y"][-1]
+    assert whole == pytest.approx(sum(entry["bytes_sent"] for entry in record.steps), rel=1e-4)
+
+
+def test_message_sizes_are_counted_once_per_part_of_a_resumed_run():
+    def sent(step, **stages):
+        return {"kind": "messages", "step": step, "sent": stages}
+
+    entries = [sent(3, split={"5": 2}), sent(7, split={"5": 9}), sent(12, split={"5": 4, "6": 1})]
+    begun = [{"kind": "run", "step": 0}, {"kind": "run", "step": 8}]
+    record = Record(Path(), entries={"messages": entries, "run": begun})
+    assert message_counts(record) == {"split": {5: 13, 6: 1}}
+
+
+def test_messages_add_up_to_what_the_steps_sent(runs):
+    record = read(runs["whole"])
+    counts = {stage: sum(sizes.values()) for stage, sizes in message_counts(record).items()}
+    sent = Counter()
+    for entry in record.steps:
+        sent.update({stage: part["messages_sent"] for stage, part in entry["stages"].items()})
+    assert sent and all(counts[stage] == num for stage, num in sent.items())
+
+
+def test_spreads_count_every_value():
+    import torch
+
+    values = torch.tensor([0.0, 1e-30, 0.11, -0.11, 5.0, 1e9])
+    found = spread(values)
+    assert found["zeros"] == 1 and sum(found["counts"]) == 5
+    borders = edges(found["first"], len(found["counts"]))
+    place = next(i for i, border in enumerate(borders) if border > 0.11) - 1
+    assert found["counts"][place] == 2
+    assert spread(torch.zeros(3)) == {"zeros": 3, "first": 0, "counts": []}
+
+
+def test_the_slowest_rank_has_the_most_work_of_its_own():
+    waits = {"data": 0.0, "optimizer": 0.0, "forward": 0.1}
+    means = [waits | {"backward": 0.1, "exposed": 0.3}, waits | {"backward": 0.4, "exposed": 0.0}]
+    assert slowest_rank(means) == (1, pytest.approx(0.3))
+
+
+def test_windows_never_span_two_phases():
+    phases = ["dense"] * 7 + ["sparse"] * 8
+    steps = [{"step": i, "phase": phase, "loss": float(i)} for i, phase in enumerate(phases)]
+    thin = columns(steps, most=4)
+    assert thin.steps == [3, 6, 10, 14] and thin.width == 4
+    assert thin.mean("loss") == [1.5, 5.0, 8.5, 12.5]
+    assert thin.total(entry["loss"] for entry in steps)[-1] == sum(range(15))
+    steps[0]["loss"] = None
+    assert columns(steps).mean("loss")[:2] == [None, 1.0]
+
+
+def test_a_hundred_thousand_steps_are_less_than_five_megabytes(runs):
+    record = read(runs["whole"])
+    sparse = record.steps[-1]
+    record.entries["step"] = [
+        sparse | {"step": i, "loss": 1 / (1 + i) ** 0.3, "bytes_sent": 1000 + i * 7919 % 997}
+        for i in range(100_000)
+    ]
+    assert len(page("long", "", sections(record))) < 5_000_000
+
+
+def test_what_is_recorded_cannot_break_the_page():
+    nasty = "</script><script>alert(1)</script>@BODY@"
+    blocks = [table(["a"], [[nasty]]), Figure(nasty, [{"name": nasty}])]
+    text = page(nasty, "", [Section("x", blocks)])
+    assert "alert(1)</script>" not in text.replace("&lt;", "")
+    assert text.count("</section>") == 1
+
+
+@pytest.mark.skipif(browser.BROWSER is None, reason="needs chromium: apt-get install chromium")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in SEEN else pytest.mark.slow) for n in SAYS]
+)
+def test_a_browser_draws_every_figure_and_asks_nobody(runs, name, tmp_path):
+    path = report(runs[name])
+    seen = browser.look(path, tmp_path)
+    assert seen.console == []
+    figures = len(re.findall("<div class=plot ", path.read_text()))
+    assert seen.number("drawn") == figures
+    assert seen.number("requests") == 0
+    assert len(re.findall(r'class="plot js-plotly-plot"', seen.dom)) == figures
+    assert (
+        len(re.findall(r'<g class="cartesianlayer">\s*<g class="subplot xy">', seen.dom)) == figures
+    )
+
+
+def test_the_command_finds_runs_by_name_and_names_those_there_are(runs, monkeypatch, capsys):
+    monkeypatch.chdir(runs["whole"].parent)
+    Path("runs").mkdir()
+    Path("runs/mine").symlink_to(runs["whole"])
+    assert command(monkeypatch, "mine", "--out", "here.html") == 0
+    assert "open it in a browser" in capsys.readouterr().out and Path("here.html").is_file()
+    assert command(monkeypatch, "others") == 2
+    assert "there is no folder others; runs/ has mine" in capsys.readouterr().err
+
+
+def command(monkeypatch, *args: str) -> int:
+    monkeypatch.setattr("sys.argv", ["oktopk", "report", *args])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+def test_a_journal_of_another_program_still_makes_a_page(tmp_path):
+    """Who writes handle.stats.as_dict() as lines has a report too."""
+    steps = [
+        {"kind": "step", "step": i, "phase": "sparse", "numel": 10, "k": 1, "local": 1, "result": 1}
+        | {"bytes_sent": 8, "bytes_dense": 40, "compression_ratio": 5.0, "skipped": False}
+        for i in range(3)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in steps))
+    text = shown(tmp_path)
+    assert "5.0x fewer" in text and "rank 0" in text
+
+
+def test_every_stage_has_a_colour_of_its_own():
+    stages = ["dense", "split", "gather", "threshold", "counts", "bounds", "reduce", "broadcast"]
+    stages += ["balance"]  # all that methods send in
+    colours = [_colour(stage)["color"] for stage in stages]
+    assert len(set(colours)) == len(stages)
+    assert _colour("of another version")["color"] not in colours
+    assert _colour("of another version") == _colour("of another version")

@@ -1,0 +1,249 @@
+"""`oktopk watch`: following a journal that another process writes, and what is shown of it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import journals
+from oktopk.runlog.tail import Follower
+from oktopk.train.tensorboard import Board
+from oktopk.watch import command as watching
+from oktopk.watch.command import command, find, others
+from oktopk.watch.screen import (
+    SILENT,
+    rows,
+    screen,
+    sparkline,
+    status,
+)
+from oktopk.watch.state import Seen, Watched
+
+
+def seen_of(entries: list[dict]) -> Seen:
+    seen = Seen()
+    for entry in entries:
+        seen.take(entry)
+    return seen
+
+
+def args(run, once: bool = False) -> argparse.Namespace:
+    return argparse.Namespace(folder=str(run), once=once, every=0.05)
+
+
+def test_only_what_is_new_is_read_and_half_a_line_waits(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    follower = Follower(path)
+    assert follower.read() == (False, [])  # not begun
+    text = journals.lines([journals.step(i) for i in range(3)])
+    path.write_bytes(text[:-5])
+    assert [entry["step"] for entry in follower.read()[1]] == [0, 1]
+    assert follower.read() == (False, [])
+    with path.open("ab") as file:
+        file.write(text[-5:] + b"{broken\n[1]\n")
+    assert [entry["step"] for entry in follower.read()[1]] == [2]
+    path.unlink()
+    assert follower.read() == (True, [])
+
+
+@pytest.mark.parametrize("more", [0, 40])
+def test_a_resumed_run_is_told_from_the_start(tmp_path, more):
+    """Also when it has written more than was there, by the time somebody looks."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(journals.lines([journals.step(i) for i in range(8)]))
+    follower = Follower(path)
+    follower.read()
+    again = [journals.step(i) | {"whole": 0.1 if i < 4 else 0.3} for i in range(6 + more)]
+    path.write_bytes(journals.lines(again))
+    anew, entries = follower.read()
+    assert anew and [entry["step"] for entry in entries] == list(range(6 + more))
+
+
+def test_what_was_seen_is_seen_once_after_a_resume(tmp_path):
+    folder = journals.write(tmp_path, journals.whole_run()[:8])
+    watched = Watched(folder / "metrics.jsonl")
+    assert watched.look().steps == 6
+    journals.write(tmp_path, [*journals.whole_run()[:4], journals.step(3) | {"whole": 0.7}])
+    assert watched.look().steps == 4
+    assert len(watched.seen.losses) == 4 and watched.seen.validated == []
+
+
+def test_a_running_run_shows_what_matters():
+    entries = journals.whole_run(wer=0.25)[:-2]
+    warning = {"kind": "warning", "step": 1, "text": "the disk is nearly full"}
+    shown = dict(rows(seen_of([*entries, warning]), quiet=1.0))
+    assert shown["status"] == "running, oktopk at density 0.02, 2 workers"
+    assert "100%, step 8 of 8, sparse phase" in shown["progress"]
+    assert shown["loss"].endswith(" 2.250")
+    assert "0.500, CER 0.250, validation loss 5.000 after epoch 0" in shown["WER"]
+    # 2 dense steps of 100, 6 sparse ones of 10
+    assert shown["sent"] == "260 B by worker 0 for 800 B dense, 68% saved; sparse phase 10.0x less"
+    assert shown["time"].startswith("100 ms a step: data 10%, forward 20%, backward 30%")
+    assert shown["warning"] == "the disk is nearly full"
+
+
+def test_the_time_left_follows_the_last_steps():
+    entries = [journals.opening(total=100), *(journals.step(i) for i in range(40))]
+    assert "40%, step 40 of 100" in dict(rows(seen_of(entries), 0.0))["progress"]
+    assert "about 0:06 left" in dict(rows(seen_of(entries), 0.0))["progress"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "quiet", "word", "text"),
+    [
+        ([], 0.0, "waiting", "waiting for the run to begin"),
+        ([journals.opening()], 1.0, "running", "running, oktopk at density 0.02, 2 workers"),
+        ([journals.opening(method="dense")], 1.0, "running", "running, dense, 2 workers"),
+        ([journals.opening(), journals.step(0)], SILENT + 1, "silent", "no news for 2:01"),
+        ([journals.step(0), journals.end("failed", "no disk")], 900.0, "failed", "failed: no disk"),
+        ([journals.step(0), journals.end()], 900.0, "finished", "finished"),
+    ],
+)
+def test_a_status_for_every_fate(entries, quiet, word, text):
+    seen = seen_of(entries)
+    assert status(seen, quiet) == word
+    assert dict(rows(seen, quiet))["status"].startswith(text)
+    screen(seen, "runs/x", quiet)
+
+
+def test_a_journal_of_ones_own_training_is_enough():
+    """What docs/guides/reports.md asks for: the fields of StepStats, and nothing else."""
+    import torch
+
+    import oktopk
+
+    reducer = oktopk.Reducer(1000, density=0.02, warmup_steps=1)
+    stats = [reducer.reduce_(torch.randn(1000)).as_dict() for _ in range(3)]
+    shown = dict(rows(seen_of([{"kind": "step"} | step for step in stats]), 0.0))
+    assert shown["progress"] == "step 3, sparse phase" and "loss" not in shown
+
+
+def test_skipped_steps_and_many_warnings_do_not_crowd_the_view():
+    warnings = [{"kind": "warning", "text": f"no {i}"} for i in range(5)]
+    seen = seen_of([journals.step(0), journals.step(1, loss=None), *warnings])
+    shown = rows(seen, 0.0)
+    assert dict(shown)["loss"].endswith("3.000, 1 steps skipped")
+    assert [text for label, text in shown if label == "warning"] == ["no 2", "no 3", "no 4"]
+    assert shown[-1][1] == "and 2 warnings before"
+
+
+def test_sparklines_show_ups_and_downs_in_their_width():
+    assert sparkline([1.0, 2.0, 3.0]) == "▁▅█"
+    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert len(sparkline(list(range(1000)), 32)) == 32
+    assert sparkline([0.0] * 50 + [7.0] * 50, 4) == "▁▁██"
+
+
+def test_once_prints_and_leaves(tmp_path, capsys):
+    journals.write(tmp_path / "run", journals.whole_run()[:6])
+    assert command(args(tmp_path / "run", once=True)) == 1  # as without: 0 when it finished
+    assert "step 4 of 8" in capsys.readouterr().out
+    assert command(args(tmp_path / "later", once=True)) == 1
+    assert "waiting for the run to begin" in capsys.readouterr().out
+    journals.write(tmp_path / "run", journals.whole_run())
+    assert command(args(tmp_path / "run", once=True)) == 0
+
+
+def test_a_mistyped_name_waits_and_names_the_runs_there_are(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("quickstart", "compare/dense", "compare/oktopk-0.02"):
+        journals.write(tmp_path / "runs" / name, journals.whole_run())
+    assert command(args("quikstart", once=True)) == 1
+    said = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "waiting for the run to begin" in said
+    assert "there is no runs/quikstart yet; there is runs/compare, runs/quickstart" in said
+    assert others(Path("runs/compare/dens")).endswith(
+        "runs/compare/dense, runs/compare/oktopk-0.02"
+    )
+    assert others(Path("elsewhere/dens")).endswith("there is runs/compare, runs/quickstart")
+    (tmp_path / "runs" / "begun").mkdir()
+    assert others(Path("runs/begun")) == ""
+
+
+def test_what_is_no_run_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("compare/dense", "compare/oktopk-0.02"):
+        journals.write(tmp_path / "runs" / name, journals.whole_run())
+    assert command(args("runs/compare/dense/metrics.jsonl")) == 2
+    assert "metrics.jsonl is a file: give the folder of a run" in capsys.readouterr().err
+    assert command(args("compare")) == 2
+    said = capsys.readouterr().err
+    assert "runs/compare is no run but has runs in it: watch one of runs/compare/dense, " in said
+    assert command(args("runs")) == 2
+    assert "watch one of runs/compare\n" in capsys.readouterr().err
+
+
+def test_in_a_pipe_there_is_a_line_when_something_is_new(tmp_path, capsys, monkeypatch):
+    run, growing = journals.whole_run(), []
+
+    def pause(_: float) -> None:
+        growing.append(capsys.readouterr().out)
+        journals.write(tmp_path / "run", [run[:4], run[:4], run[:6], run][len(growing) - 1])
+
+    monkeypatch.setattr(watching, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(watching, "time", SimpleNamespace(**vars(time) | {"sleep": pause}))
+    assert command(args(tmp_path / "run")) == 0
+    assert growing == [
+        "waiting for the run to begin\n",
+        "running, step 3 of 8, sparse phase, loss 3.500, about 0:01 left\n",
+        "",  # nothing was new
+        "running, step 4 of 8, sparse phase, loss 3.250, WER 1.000, about 0:00 left\n",
+    ]
+    assert "finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize(("how", "code"), [("finished", 0), ("stopped", 1), ("failed", 1)])
+def test_it_waits_for_the_run_and_ends_with_it(tmp_path, capsys, monkeypatch, how, code, terminal):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    folder = tmp_path / "run"
+
+    def run() -> None:
+        time.sleep(0.2)
+        journals.write(folder, [journals.opening(), journals.step(0)])
+        time.sleep(0.2)
+        with (folder / "metrics.jsonl").open("ab") as file:
+            file.write(journals.lines([journals.end(how)]))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert command(args(folder)) == code
+    thread.join()
+    assert how in capsys.readouterr().out
+
+
+def test_a_name_means_a_folder_in_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs("here")
+    assert [str(find(run)) for run in ("here", "quickstart", "a/b")] == [
+        "here",
+        "runs/quickstart",
+        "a/b",
+    ]
+
+
+def test_tensorboard_sees_a_flush_before_the_run_ends(tmp_path):
+    import torch
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def tags(kind: str) -> set[str]:
+        events = EventAccumulator(str(tmp_path), size_guidance={"histograms": 0})
+        events.Reload()
+        return set(events.Tags()[kind])
+
+    board = Board(tmp_path, 0)
+    board.steps([journals.step(0)])
+    parts = {f"seconds/{name}" for name in (*journals.SECONDS, *journals.OVERLAPPED, "whole")}
+    assert {"train/loss", "traffic/bytes_sent", *parts} <= tags("scalars")
+    board.probes([{"kind": "probe", "step": 0, "recall": 0.9}])
+    assert "quality/recall" in tags("scalars")
+    board.histograms("gradient", {"weight": torch.ones(4)}, 0)
+    assert {"gradient/weight", "gradient/all"} <= tags("histograms")
+    board.close()

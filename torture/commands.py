@@ -120,7 +120,8 @@ def damaged(trial: Trial) -> list[Finding]:
     DAMAGES[how](newest / name, trial.rng.random())
     again = finish(trial, [*command, "--resume"], "second.log")
     words = plain_words(again)
-    refusal = how == "renamed" and bool(again.code)  # also right: it is not what its name says
+    # also right: a folder that is not what its name says, settings that are gone
+    refusal = how in ("renamed", "config.toml emptied") and bool(again.code)
     return left + words + ([] if refusal else same_end(trial, again, folder))
 
 

@@ -28,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).parent / "convergence"))
 from tasks import TASKS, rate_schedule
 
 from oktopk import kernels
-from oktopk.methods import selection
-from oktopk.methods.state import State
+from oktopk.methods.ok_topk.selection import near_exact, propose_candidates
+from oktopk.methods.selection import top_k
+from oktopk.methods.state import MethodState
 
 DENSITY, STEPS, EVERY, STRIDE, LARGE = 0.02, 500, 32, 64, 27_569_568
 
@@ -47,37 +48,31 @@ class Reused:
         chosen, count = kernels.select(acc, self.threshold, acc.numel())
         if self.slope is not None:
             self.threshold *= (max(count, 1) / k) ** (1 / self.slope)
-        assert chosen.indices is not None
         return chosen.indices
 
 
 def exact(acc: Tensor, k: int) -> Tensor:
-    chosen = selection.exact_of(acc, k)[0].indices
-    assert chosen is not None
-    return chosen
+    return top_k(acc, k)[0].indices
 
 
 def sampled(acc: Tensor, k: int) -> Tensor:
     sample = acc[::STRIDE].contiguous()
     threshold = kernels.kth_magnitude(sample, max(1, k * sample.numel() // acc.numel()))
-    chosen = kernels.select(acc, threshold, acc.numel())[0].indices
-    assert chosen is not None
-    return chosen
+    return kernels.select(acc, threshold, acc.numel())[0].indices
 
 
 class Trimmed:
     """As in a step of oktopk, but that the gradient has been added before."""
 
     def __init__(self) -> None:
-        self.state = State(exact_every=EVERY)
+        self.state = MethodState(exact_every=EVERY)
 
     def __call__(self, acc: Tensor, k: int) -> Tensor:
-        found = selection.scout(acc, k, self.state)
-        if found is not None:
-            found.add(*kernels.select(acc, found.low, found.room))
-        chosen = selection.near_exact(acc, k, self.state, found).indices
+        candidates = propose_candidates(acc, k, self.state)
+        if candidates is not None:
+            candidates.add_bucket(acc, torch.zeros_like(acc), acc)
+        chosen = near_exact(acc, k, self.state, candidates).indices
         self.state.step += 1
-        assert chosen is not None
         return chosen
 
 

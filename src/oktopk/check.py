@@ -24,7 +24,7 @@ from oktopk.launch.local_workers import (
     workers_to_start,
 )
 from oktopk.methods import METHODS
-from oktopk.methods.cost_model import MEGABYTE, probe_link
+from oktopk.methods.prediction import MEGABYTE, probe_link
 from oktopk.reducer import Reducer
 
 WORKERS, NUMEL, DENSITY = 2, 20_000, 0.02

@@ -15,7 +15,7 @@ from oktopk.comm.consistency import agree
 from oktopk.comm.simulated import alone
 from oktopk.comm.torch_transport import TorchTransport
 from oktopk.engine import saved_state
-from oktopk.engine.buckets import MOST, Bucket
+from oktopk.engine.buckets import MAX_INDEXABLE, Bucket
 from oktopk.engine.engine import Engine
 from oktopk.settings import Settings
 from oktopk.stats import Phase, StepStats
@@ -62,7 +62,7 @@ class Reducer:
             raise TypeError(f"comm must be an oktopk Comm, got {shown(comm)}")
         if group is not None and not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group must be a process group, got {shown(group)}")
-        if (numel := integer("numel", numel, least=0)) > MOST:
+        if (numel := integer("numel", numel, least=0)) > MAX_INDEXABLE:
             raise ValueError(
                 f"numel must be from 0 to 2**31 - 1, as indices are int32, got {numel}: "
                 "split the gradient over several reducers"
@@ -81,12 +81,12 @@ class Reducer:
     @property
     def phase(self) -> Phase:
         """The phase of the next step."""
-        return self._engine.phase
+        return self._engine.plan().phase
 
     @property
     def k(self) -> int:
         """Entries the next step is to keep."""
-        return self._engine.k
+        return self._engine.plan().k
 
     @property
     def residual(self) -> Tensor:
@@ -104,9 +104,9 @@ class Reducer:
             raise TypeError(f"rank {self.comm.rank}: expected a tensor, got {type(grad).__name__}")
         grad = grad.detach()
         self._check(grad)
-        self._engine.begin()
-        self._engine.feed(0, grad)
-        stats = self._engine.finish()
+        step = self._engine.begin(grad)
+        step.add_bucket(0, grad)
+        stats = self._engine.finish(step)
         self._engine.raise_if_asked(stats)
         return stats
 

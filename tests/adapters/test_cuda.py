@@ -20,6 +20,7 @@ from oktopk.adapters.ddp.bucket_tracker import SETTLED
 from oktopk.adapters.ddp.communication_thread import Arrived, Exchanger
 from oktopk.comm import communicator as comm_module
 from oktopk.comm.torch_transport import TorchTransport
+from oktopk.engine.step import Step
 from oktopk.errors import ExchangeError
 from oktopk.utils.device import wait_until
 
@@ -142,12 +143,13 @@ def order_of_events(group, syncs: bool) -> list[str]:
     finally:
         validation.is_on_cuda = known
     events: list[str] = []
-    feed, take = handle._engine.feed, handle._feed
-    handle._engine.feed = lambda *args: (events.append("exchanged"), feed(*args))
+    add_bucket, take = Step.add_bucket, handle._feed
+    Step.add_bucket = lambda *args: (events.append("exchanged"), add_bucket(*args))
     handle._feed = lambda arrived: (events.append("arrived"), take(arrived))
     for _ in range(SETTLED + 2):
         events.clear()
         model(torch.randn(2, 600)).sum().backward()
+    Step.add_bucket = add_bucket
     handle.close()
     return events
 

@@ -192,7 +192,7 @@ def with_the_python_reducer(model) -> None:
 
 
 def huge(model) -> None:
-    buckets.MOST = 2000
+    buckets.MAX_INDEXABLE = 2000
 
 
 PREPARED = {
@@ -225,7 +225,7 @@ def wrapped(group, what: str) -> DistributedDataParallel:
 
 def refused(group, what: str) -> tuple:
     model = wrapped(group, what)
-    most, backends = buckets.MOST, validation._backends
+    most, backends = buckets.MAX_INDEXABLE, validation._backends
     PREPARED.get(what, lambda _: None)(model)
     before = left_behind()
     try:
@@ -233,7 +233,7 @@ def refused(group, what: str) -> tuple:
     except (TypeError, ValueError) as error:
         return str(error), left_behind() == before
     finally:
-        buckets.MOST, validation._backends = most, backends
+        buckets.MAX_INDEXABLE, validation._backends = most, backends
         for _, state in getattr(model, "_comm_hooks", []):
             if hasattr(state, "handle"):
                 state.handle.close()
@@ -286,14 +286,14 @@ def test_more_entries_than_int32_can_index_are_refused(shapes, more, message):
 
 def by_bucket(group) -> bool:
     """A model with more entries than can be indexed together, in buckets that have fewer."""
-    most, buckets.MOST = buckets.MOST, 8000
+    most, buckets.MAX_INDEXABLE = buckets.MAX_INDEXABLE, 8000
     try:
         *parts, handle = build(group, IDIOMS["plain"], 0, {"warmup_steps": 4, "scope": "bucket"})
         for step in range(6):
             one_step(*parts, IDIOMS["plain"], dist.get_rank(group), step)
         handle.close()
     finally:
-        buckets.MOST = most
+        buckets.MAX_INDEXABLE = most
     return handle.stats.phase == "sparse" and handle.stats.numel > 8000
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import oktopk
 from idioms import IDIOMS, SPARSE, Net, assert_same_bits, batch, build, one_step, train
 from oktopk import METHODS, Policy
-from oktopk.methods.cost_model import CHOICES
+from oktopk.methods.prediction import AUTO_CHOICES
 
 
 @pytest.mark.parametrize("name", IDIOMS)
@@ -216,9 +216,9 @@ def chosen_by_itself(group) -> tuple[str, list[str]]:
 
 def test_auto_picks_one_method_for_all_ranks_and_says_why(worlds):
     (first, said), (second, silent) = worlds.run(2, chosen_by_itself)
-    assert first == second and first in CHOICES
+    assert first == second and first in AUTO_CHOICES
     assert silent == [] and len(said) == 1
-    assert all(f"{name} " in said[0] for name in CHOICES) and "latency" in said[0]
+    assert all(f"{name} " in said[0] for name in AUTO_CHOICES) and "latency" in said[0]
 
 
 def resumed_by_itself(group) -> list[str]:
@@ -241,4 +241,4 @@ def resumed_by_itself(group) -> list[str]:
 
 def test_auto_goes_on_with_the_method_of_a_loaded_state(worlds):
     for before, after in worlds.run(2, resumed_by_itself):
-        assert before in CHOICES and after == "gtopk"
+        assert before in AUTO_CHOICES and after == "gtopk"

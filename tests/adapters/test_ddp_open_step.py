@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
 from idioms import IDIOMS, SPARSE, batch, build, one_step, train, weights_of
+from oktopk.engine.step import Step
 
 STEPS = 14
 
@@ -36,8 +37,11 @@ def error_in_backward(group, set_to_none: bool) -> tuple:
     for step in range(9):
         one_step(model, called, optimizer, idiom, rank, step)
     before = handle.state_dict()["residuals"]
-    fed, feed = [], handle._engine.feed
-    handle._engine.feed = lambda bucket, grad: (feed(bucket, grad), fed.append(bucket))
+    fed, add_bucket = [], Step.add_bucket
+    Step.add_bucket = lambda step, bucket, grad: (
+        add_bucket(step, bucket, grad),
+        fed.append(bucket),
+    )
     inner = model.module.inner.register_forward_hook(lambda _, __, y: FailsInBackward.apply(y))
     x, y = batch(rank, 9)
     with pytest.raises(ArithmeticError):
@@ -46,6 +50,7 @@ def error_in_backward(group, set_to_none: bool) -> tuple:
     deadline = time.monotonic() + 10
     while not fed and time.monotonic() < deadline:
         time.sleep(0.01)
+    Step.add_bucket = add_bucket
     optimizer.zero_grad(set_to_none=set_to_none)
     after = handle.state_dict()["residuals"]
     torch.distributed.barrier(group)
@@ -273,7 +278,7 @@ def frozen_base(group) -> tuple:
     state = handle.state_dict()
     handle.load_state_dict(state)
     handle.close()
-    return sorted(state["residuals"]), sorted(state["arrived"]), handle._engine.numel
+    return sorted(state["residuals"]), sorted(state["arrived"]), handle._engine.buckets.numel
 
 
 def test_frozen_parameters_have_no_residual_and_no_key(worlds):

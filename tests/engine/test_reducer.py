@@ -251,11 +251,13 @@ def test_a_selection_has_every_nan(method, bad, num):
 def test_a_nan_is_seen_in_a_group_that_may_offer_nothing():
     engine = Engine(Settings(density=0.1, group_numel=100), alone(), [Bucket(100), Bucket(100)])
     for step in range(4):  # the fourth exchanges group by group
-        engine.begin()
-        assert engine.waits_for_all == (step < 3)
-        engine.feed(0, torch.randn(100) + 9)
-        engine.feed(1, torch.zeros(100).index_fill(0, torch.tensor([7]), 1e-9 if step < 3 else nan))
-        assert engine.finish().skipped == (step == 3)
+        current = engine.begin(torch.zeros(1))
+        assert current.plan.whole_model == (step < 3)
+        current.add_bucket(0, torch.randn(100) + 9)
+        current.add_bucket(
+            1, torch.zeros(100).index_fill(0, torch.tensor([7]), 1e-9 if step < 3 else nan)
+        )
+        assert engine.finish(current).skipped == (step == 3)
     assert engine.quotas == [20, 0] and engine.residual.isfinite().all()
 
 

@@ -19,7 +19,7 @@ THRESHOLDS = {
     "result": [0.25, 2.0],
     "bounds": [0, 8, 17],
     "uneven": False,
-    "one_owner": False,
+    "single_owner": False,
 }
 FACTS = {
     "format": saved_state.FORMAT,
@@ -34,8 +34,8 @@ FACTS = {
         "skipped": 1,
         "numels": [5, 12],
         "quotas": [1, 2],
-        "states": [THRESHOLDS],
-        "whole": THRESHOLDS | {"local": None, "result": None, "bounds": None},
+        "group_states": [THRESHOLDS],
+        "model_state": THRESHOLDS | {"local": None, "result": None, "bounds": None},
     },
     "followed": {"rates": {"a": 0.1}, "peaks": {"a": 0.2}, "scale": None},
 }
@@ -128,8 +128,8 @@ WRONG = {
     "a huge number": (changed(engine__step=10**400), "cannot be read"),
     "a negative number": (changed(engine__quotas=[-1]), "cannot be read"),
     "more skipped than taken": (changed(engine__skipped=8), "7 steps, 8 of them skipped"),
-    "bounds": (changed(engine__states=[THRESHOLDS | {"bounds": [0, 9]}]), "the region bounds"),
-    "a NaN threshold": (changed(engine__states=[THRESHOLDS | {"local": [float("nan"), 4.0]}]), ""),
+    "bounds": (changed(engine__group_states=[THRESHOLDS | {"bounds": [0, 9]}]), "the region bounds"),
+    "a NaN threshold": (changed(engine__group_states=[THRESHOLDS | {"local": [float("nan"), 4.0]}]), ""),
     "a rate": (changed(followed__rates={"a": -1.0}), "a learning rate or loss scale"),
     "a layout": (changed(layout=[["a"]]), "do not hold each of its parameters once"),
     "sizes": (changed(engine__numels=[1, 2]), r"buckets in the state have \[5, 12\] entries"),

@@ -22,7 +22,7 @@ from idioms import SPARSE, assert_same_bits, train
 from laws import assert_all_agree, assert_nothing_is_lost, simulated, trajectory
 from oktopk import METHODS, Reducer, kernels
 from oktopk.kernels import reference
-from oktopk.methods import Candidates
+from oktopk.methods.candidates import Candidates
 from worlds import MIXED, threads
 
 LOW = 1.0  # the threshold of the candidates
@@ -37,8 +37,8 @@ def found_by(num: int, residuals, grads, most: int) -> tuple[Candidates, list]:
     sums = [torch.empty_like(x) for x in residuals]
     with threads(num):
         for residual, grad, acc in zip(residuals, grads, sums, strict=True):
-            found.find(residual, grad, acc)
-        found.search(torch.cat(sums))
+            found.add_bucket(residual, grad, acc)
+        found.find_in(torch.cat(sums))
     return found, sums
 
 
@@ -48,8 +48,8 @@ def assert_threads_find_the_same(residuals, grads, most: int) -> Candidates:
     whole, count = kernels.select(acc, LOW, most)
     for num in (1, 2, 3, 4):
         mine, my_sums = found_by(num, residuals, grads, most)
-        chosen = mine.selection
-        assert mine.count == count and mine.num == min(count, most)
+        chosen = mine.entries
+        assert mine.num_reaching == count and mine.num == min(count, most)
         assert chosen.numel == acc.numel() and chosen.indices.equal(whole.indices)
         assert same_bits(chosen.values, whole.values)
         assert all(map(same_bits, my_sums, sums))
@@ -100,7 +100,7 @@ def test_candidates_beyond_the_room_are_counted_only(name, most, dtype):
         grad[lo:hi] = 2
     residual = torch.zeros_like(grad)
     found = assert_threads_find_the_same([residual], [grad], most)
-    assert found.count == sum(hi - lo for lo, hi in STRETCHES[name])
+    assert found.num_reaching == sum(hi - lo for lo, hi in STRETCHES[name])
     # a bucket before it that leaves no room, and an empty one behind it
     full = torch.full((most,), 3.0, dtype=dtype)
     parts = [full, residual, residual[:0]]
@@ -176,7 +176,7 @@ def test_callers_on_eight_threads_share_the_pools(monkeypatch):
         for _ in range(30):
             room = torch.empty(700, dtype=torch.int32), torch.empty(700)
             found = Candidates(LOW, 600, room)
-            found.find(torch.zeros(3000), grads[i], torch.empty(3000))
+            found.add_bucket(torch.zeros(3000), grads[i], torch.empty(3000))
         return found
 
     before = torch.get_num_threads()
@@ -186,9 +186,9 @@ def test_callers_on_eight_threads_share_the_pools(monkeypatch):
     torch.set_num_threads(before)  # what new threads begin with was changed
     for grad, found in zip(grads, together, strict=True):
         whole, count = kernels.select(grad, LOW, 600)
-        assert found.count == count > 600
-        assert found.selection.indices.equal(whole.indices)
-        assert found.selection.values.equal(whole.values)
+        assert found.num_reaching == count > 600
+        assert found.entries.indices.equal(whole.indices)
+        assert found.entries.values.equal(whole.values)
 
 
 def test_an_error_in_one_part_waits_for_the_others():

@@ -7,15 +7,9 @@ import sys
 
 from oktopk.bench.network import UNSHAPED
 from oktopk.comm.communicator import Comm
-from oktopk.methods.cost_model import (
-    BILLS,
-    Link,
-    Machine,
-    Work,
-    break_even,
-    entry_bits,
-    seconds,
-)
+from oktopk.methods import METHODS
+from oktopk.methods.cost_model import KernelSpeed, Link, Work, entry_bits
+from oktopk.methods.prediction import break_even
 from oktopk.settings import num_kept
 
 UNITS = {"tbit": 1e12, "gbit": 1e9, "mbit": 1e6, "kbit": 1e3, "bit": 1.0}
@@ -28,7 +22,7 @@ def bits_per_second(rate: str) -> float:
 
 
 def advise(
-    numel: int, density: float, step_ms: float, rates: list[str], comm: Comm, machine: Machine,
+    numel: int, density: float, step_ms: float, rates: list[str], comm: Comm, speed: KernelSpeed,
     link: Link, form: str,
 ) -> None:  # fmt: skip
     """Print the table; `link` is this network as it was measured."""
@@ -44,15 +38,16 @@ def advise(
     say(f"{step_ms:g} ms of compute\n")
     say(f"measured here: {1e3 * link.latency:.2f} ms latency, ")
     say(f"{8e-6 * link.bandwidth:.0f} Mbit/s sent per worker while all send, kernels ")
-    say(f"{1e9 * machine.per_element:.2f} ns per element, ")
-    say(f"{1e9 * machine.per_entry:.1f} per entry\n\n")
+    say(f"{1e9 * speed.per_element:.2f} ns per element, ")
+    say(f"{1e9 * speed.per_entry:.1f} per entry\n\n")
     say("predicted milliseconds per step, nothing overlapped\n")
     say(f"{'method':10}" + "".join(f"{name:>10}" for name in links) + "   faster than dense\n")
-    for method in BILLS:
-        times = [step_ms + 1e3 * seconds(method, work, its, machine) for its in links.values()]
-        edge = break_even(method, work, link.latency, machine)
-        say(f"{method:10}" + "".join(f"{time:10.0f}" for time in times))
-        say(f"   {'' if method == 'dense' else _below(edge)}\n")
+    for name, method in METHODS.items():
+        cost = method.cost(work)
+        times = [step_ms + 1e3 * cost.seconds(its, speed) for its in links.values()]
+        edge = break_even(name, work, link.latency, speed)
+        say(f"{name:10}" + "".join(f"{time:10.0f}" for time in times))
+        say(f"   {'' if name == 'dense' else _below(edge)}\n")
 
 
 def _below(bytes_per_second: float) -> str:

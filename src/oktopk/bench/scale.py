@@ -17,14 +17,8 @@ from torch import Tensor
 from oktopk.bench.stream import gradients
 from oktopk.comm.communicator import Comm
 from oktopk.comm.simulated import Hub, SimulatedTransport, simulate
-from oktopk.methods.cost_model import (
-    BILLS,
-    Link,
-    Machine,
-    Work,
-    entry_bits,
-)
-from oktopk.methods.cost_model import seconds as predicted
+from oktopk.methods import METHODS
+from oktopk.methods.cost_model import KernelSpeed, Link, Work, entry_bits
 from oktopk.reducer import Reducer
 from oktopk.settings import num_kept
 
@@ -65,13 +59,13 @@ class Scaled:
 
 
 def scaled(
-    method: str, size: int, numel: int, density: float, link: Link, machine: Machine
+    method: str, size: int, numel: int, density: float, link: Link, speed: KernelSpeed
 ) -> Scaled:
     """A step of `numel` gradients on `size` ranks: simulated, or by formula where too many."""
     work = Work(numel, num_kept(numel, density), size, entry_bits("bf16", density))
     if size > MOST.get(method, 0):
-        bill = BILLS[method](work)
-        return Scaled(method, size, bill.bytes, predicted(method, work, link, machine), False)
+        cost = METHODS[method].cost(work)
+        return Scaled(method, size, cost.bytes, cost.seconds(link, speed), False)
     small = min(numel, max(2**16, round(PER_RUN * size / density)))
     factor = numel / small
 
@@ -91,10 +85,11 @@ def scaled(
     slowest = [max(taken) for taken in zip_longest(*(rounds for _, rounds in ranks), fillvalue=0)]
     network = sum(link.latency + factor * taken / link.bandwidth for taken in slowest)
     mean = sum(sent for sent, _ in ranks) / size
-    return Scaled(method, size, mean, network + BILLS[method](work).kernels(machine), True)
+    seconds = network + METHODS[method].cost(work).kernel_seconds(speed)
+    return Scaled(method, size, mean, seconds, True)
 
 
-def show(most: int, numel: int, density: float, link: Link, machine: Machine) -> list[Scaled]:
+def show(most: int, numel: int, density: float, link: Link, speed: KernelSpeed) -> list[Scaled]:
     """Print how bytes and time grow with the number of ranks."""
     sizes = [size for size in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096) if size < most]
     sys.stdout.write(
@@ -105,7 +100,7 @@ def show(most: int, numel: int, density: float, link: Link, machine: Machine) ->
     sys.stdout.write(f"{'workers':>8}" + "".join(f"{name:>22}" for name in names) + "\n")
     rows = []
     for size in [*sizes, most]:
-        row = [scaled(name, size, numel, density, link, machine) for name in names]
+        row = [scaled(name, size, numel, density, link, speed) for name in names]
         cells = [
             f"{r.bytes_sent / 1e6:12.2f}{1e3 * r.seconds:8.0f} {'' if r.simulated else '*':1}"
             for r in row

@@ -21,7 +21,7 @@ from oktopk.bench.stream import Stream
 from oktopk.bench.table import head, line, plot
 from oktopk.comm.communicator import Comm
 from oktopk.comm.torch_transport import TorchTransport
-from oktopk.methods.cost_model import probe_link, probe_machine
+from oktopk.methods.prediction import probe_kernels, probe_link
 
 
 def work(args: argparse.Namespace, rates: list[str], methods: list[str]) -> int:
@@ -74,9 +74,9 @@ def predict(args: argparse.Namespace, rates: list[str], _: list[str]) -> int:
     """Measure network and kernels here; then advise, or go on with simulated workers."""
     comm, cpu = Comm(TorchTransport()), torch.device("cpu")
     numel = sum(math.prod(shape) for shape in shapes_of(args.model))
-    link, machine = probe_link(comm, cpu), probe_machine(comm, cpu)
+    link, speed = probe_link(comm, cpu), probe_kernels(comm, cpu)
     if args.advise:
-        advise(numel, args.density, args.step_ms, rates, comm, machine, link, args.wire)
+        advise(numel, args.density, args.step_ms, rates, comm, speed, link, args.wire)
         return 0
     names = [FLOOR, DENSE, *STEPS]
     stream, rows = Stream(shapes_of(args.model), comm.rank), []
@@ -84,12 +84,12 @@ def predict(args: argparse.Namespace, rates: list[str], _: list[str]) -> int:
         row = _measured(name, network.UNSHAPED, stream, args, comm)
         rows.append(compared(row, rows))
     if comm.rank == 0:
-        shown = show(args.simulate, numel, args.density, link, machine)
+        shown = show(args.simulate, numel, args.density, link, speed)
         known = {told.method: told for told in shown if told.size == comm.size}
         found = {row.method.removeprefix("ddp_"): row for row in rows}
         sys.stdout.write(f"measured here with {comm.size} workers, against the clock:")
         for name in ("dense", *STEPS):
-            told = known.get(name) or scaled(name, comm.size, numel, args.density, link, machine)
+            told = known.get(name) or scaled(name, comm.size, numel, args.density, link, speed)
             took = f"{found[name].ms_above_noop:.0f} ms ({1e3 * told.seconds:.0f})"
             sent = f"{found[name].bytes_sent / 1e6:.2f} MB ({told.bytes_sent / 1e6:.2f})"
             sys.stdout.write(f"\n{name:>8} {took}, {sent}")

@@ -1,17 +1,25 @@
-"""How a model's gradient is cut into buckets, and what belongs to which."""
+"""How a model's gradient is cut into buckets, and which buckets are exchanged together."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
-from oktopk.methods import Exchanged
+from oktopk.methods.base import SparseSum
 from oktopk.sparse import Sparse
 from oktopk.utils.device import to_device, to_host
 
-MOST = 2**31 - 1  # entries that are selected together: their indices are int32
+MAX_INDEXABLE = 2**31 - 1  # entries that can be selected together: their indices are int32
+
+Layout = list[list[str]]
+"""The names of the parameters in every bucket, in the order of their gradients."""
+
+Range = tuple[int, int]
+"""Begin and end of a parameter within its bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +27,8 @@ class Bucket:
     """A part of the gradient: its size, and the ranges in it that travel dense."""
 
     numel: int
-    dense: tuple[tuple[int, int], ...] = ()
-    may_be_unused: tuple[tuple[int, int], ...] = ()
+    dense: tuple[Range, ...] = ()
+    may_be_unused: tuple[Range, ...] = ()
     """Ranges of parameters that may have no gradient in a step on any rank."""
 
     @property
@@ -28,85 +36,122 @@ class Bucket:
         return sum(end - start for start, end in self.dense)
 
 
-def grouped(buckets: list[Bucket], least: int) -> list[range]:
-    """Consecutive buckets with at least so many entries together; the last may have fewer.
+@dataclass(frozen=True)
+class Buckets:
+    """All buckets of a model, one after the other in a flat vector, and their groups."""
 
-    Buckets come in order: a group is complete with its last.
+    items: tuple[Bucket, ...]
+    groups: tuple[range, ...]
+    """Consecutive buckets that are exchanged together."""
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each bucket begins in the flat vector; the last item is the end."""
+        return list(accumulate((bucket.numel for bucket in self.items), initial=0))
+
+    @property
+    def numel(self) -> int:
+        return self.starts[-1]
+
+    @property
+    def numels(self) -> list[int]:
+        return [bucket.numel for bucket in self.items]
+
+    @cached_property
+    def num_dense(self) -> int:
+        """Entries that travel dense, in all buckets."""
+        return sum(bucket.num_dense for bucket in self.items)
+
+    @property
+    def everything(self) -> range:
+        return range(len(self.items))
+
+    def num_sparse(self, group: range) -> int:
+        """Entries of a group that travel sparse."""
+        return sum(self.items[b].numel - self.items[b].num_dense for b in group)
+
+    def part(self, flat: Tensor, group: range) -> Tensor:
+        """The part of a flat vector that belongs to a group of buckets, as a view."""
+        return flat[self.starts[group.start] : self.starts[group.stop]]
+
+
+def grouped(buckets: list[Bucket], min_numel: int) -> Buckets:
+    """Group consecutive buckets until each group has `min_numel` entries; the last may have fewer.
+
+    DDP hands over buckets in order, so a group is complete with its last bucket.
     """
     groups, start, numel = [], 0, 0
     for number, bucket in enumerate(buckets):
         numel += bucket.numel
-        if numel >= least or number + 1 == len(buckets):
+        if numel >= min_numel or number + 1 == len(buckets):
             groups.append(range(start, number + 1))
             start, numel = number + 1, 0
-    return groups
+    return Buckets(tuple(buckets), tuple(groups))
 
 
 def check_indexable(numels: list[int], scope: str) -> None:
-    """Raise where entries of buckets are selected together that are more than int32 can index."""
+    """Raise where buckets that are selected together have more entries than int32 can index."""
     whole = scope == "model"
     together = sum(numels) if whole else max(numels, default=0)
-    if together > MOST:
+    if together > MAX_INDEXABLE:
         advice = "use scope='bucket'" if whole else "use a smaller bucket_cap_mb, warmup_steps=4"
         raise ValueError(
             f"{'the model' if whole else 'a bucket'} has {together} trainable entries, and no more "
-            f"than {MOST} can be selected together, as indices are int32: {advice} or "
+            f"than {MAX_INDEXABLE} can be selected together, as indices are int32: {advice} or "
             "method='dense', or freeze some parameters"
         )
 
 
-def cut_up(sparses: list[Sparse], edges: list[int]) -> list[list[Sparse]]:
-    """Each at the edges, as views: indices stay as they are. The host waits once for all."""
-    indices = [sparse.indices for sparse in sparses if sparse.indices is not None]
-    inner = to_device(edges[1:-1], torch.int32, indices[0].device)
-    cuts = to_host(*(torch.searchsorted(each, inner) for each in indices))
+def split_at(selections: list[Sparse], edges: list[int]) -> list[list[Sparse]]:
+    """Split each selection at the edges, as views; indices stay as they are.
+
+    All cut points are read in one transfer, so that the host waits for the device once.
+    """
+    inner = to_device(edges[1:-1], torch.int32, selections[0].indices.device)
+    cuts = to_host(*(torch.searchsorted(each.indices, inner) for each in selections))
     return [
         [
-            Sparse(where[start:end], sparse.values[start:end], hi)
+            Sparse(sparse.indices[start:end], sparse.values[start:end], hi)
             for start, end, hi in zip([0, *its], [*its, sparse.num], edges[1:], strict=True)
         ]
-        for sparse, where, its in zip(sparses, indices, cuts, strict=True)
+        for sparse, its in zip(selections, cuts, strict=True)
     ]
 
 
-def by_bucket(exchanged: Exchanged, group: range, buckets: list[Bucket]) -> dict[int, Exchanged]:
-    """What a group of buckets exchanged together, by bucket."""
+def by_bucket(sums: SparseSum, group: range, buckets: Buckets) -> dict[int, SparseSum]:
+    """Split the sums of a group into those of its buckets."""
     if len(group) == 1:
-        return {group.start: exchanged}
-    members = buckets[group.start : group.stop]
-    sums = exchanged.rider.split([bucket.num_dense for bucket in members])
+        return {group.start: sums}
+    members = buckets.items[group.start : group.stop]
+    dense_parts = sums.dense_part.split([bucket.num_dense for bucket in members])
     edges = list(accumulate((bucket.numel for bucket in members), initial=0))
-    whole = [exchanged.result, exchanged.offered, *exchanged.returned]
+    together = [sums.result, sums.sent, *sums.corrections]
     parts = {}
-    for i, (result, offered, *returned) in enumerate(zip(*cut_up(whole, edges), strict=True)):
-        parts[group.start + i] = Exchanged(
+    for i, (result, sent, *corrections) in enumerate(zip(*split_at(together, edges), strict=True)):
+        parts[group.start + i] = SparseSum(
             result,
-            offered,
-            sums[i],
-            tuple(returned),
-            exchanged.imbalance,
-            0 if i else exchanged.sent,  # all of it, once
-            edges[i],
+            sent,
+            dense_parts[i],
+            corrections=tuple(corrections),
+            imbalance=sums.imbalance,
+            num_sent=0 if i else sums.num_sent,  # counted once, with the first bucket
+            offset=edges[i],
         )
     return parts
 
 
-def share_out(total: int, weights: list[int], most: list[int]) -> list[int]:
-    """Share `total` by weight in whole numbers, none over its `most`.
+def share_out(total: int, weights: list[int], limits: list[int]) -> list[int]:
+    """Divide `total` into whole numbers by weight, none above its limit.
 
     Integers only: every rank gets the same shares from the same weights.
     """
     weight = sum(weights) or 1
-    shares = [min(total * w // weight, m) for w, m in zip(weights, most, strict=True)]
-    left = min(total, sum(most)) - sum(shares)
-    # rounding leaves less than one each; more is left only where a bucket is full
+    shares = [min(total * w // weight, limit) for w, limit in zip(weights, limits, strict=True)]
+    left = min(total, sum(limits)) - sum(shares)
+    # rounding leaves less than one for each; more is left only where a share is at its limit
     for amount in (1, left):
         for i in sorted(range(len(shares)), key=lambda i: -weights[i]):
-            take = min(amount, most[i] - shares[i], left)
+            take = min(amount, limits[i] - shares[i], left)
             shares[i] += take
             left -= take
     return shares
-
-
-Layout = list[list[str]]
-"""The names of the parameters in every bucket, in the order of their gradients."""

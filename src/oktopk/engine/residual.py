@@ -1,34 +1,31 @@
-"""Error feedback: moves four and five. What was not applied stays with the rank that had it."""
+"""Error feedback: what was sent and is in the result leaves the residual; the rest stays."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from oktopk import kernels
-from oktopk.methods import Exchanged
+from oktopk.methods.base import DenseSum, SparseSum
 
 
-def settle_(
-    grad: Tensor,
-    residual: Tensor | None,
-    exchanged: Exchanged,
-    size: int,
-    advance: float = 0.0,
+def apply_sparse_(
+    grad: Tensor, acc: Tensor, sums: SparseSum, size: int, overshoot: float = 0.0
 ) -> None:
-    """`grad` becomes the average; `residual`, which holds acc, becomes what is still owed.
+    """Turn `grad` into the average and `acc` into the next residual, in place.
 
-    What this rank offered leaves the residual where the result has it, as it arrived. The sum over
-    ranks of acc is the result plus the sum over ranks of residuals, element by element. With an
-    `advance` the result is so much larger, and each rank owes the advance on what it offered.
+    What this rank sent leaves `acc` where the result has it, as the receivers decoded it. So the
+    sum over ranks of `acc` equals the result plus the sum over ranks of the residuals, element by
+    element. With an overshoot the result is that much larger, and each rank's residual is reduced
+    by the overshoot on what it sent.
     """
-    result = exchanged.result
-    if result.indices is None:  # everything was applied: nothing is owed
-        grad.copy_(result.values.div_(size))
-        if residual is not None:
-            residual.zero_()
-        return
-    assert residual is not None
-    base = exchanged.base
-    kernels.settle_(grad, residual, result, exchanged.offered, size, 1 + advance, base)
-    for sums in exchanged.returned:  # one by one: indices are unique within each
-        kernels.add_at_(residual, sums, 1 + advance, base)
+    factor = 1 + overshoot
+    kernels.settle_(grad, acc, sums.result, sums.sent, size, factor, sums.offset)
+    for correction in sums.corrections:  # one by one: indices are unique within each
+        kernels.add_at_(acc, correction, factor, sums.offset)
+
+
+def apply_dense_(grad: Tensor, acc: Tensor | None, sums: DenseSum, size: int) -> None:
+    """Turn `grad` into the average. Everything was applied, so the next residual is zero."""
+    grad.copy_(sums.result.div_(size))
+    if acc is not None:
+        acc.zero_()

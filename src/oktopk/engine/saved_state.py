@@ -33,14 +33,14 @@ RANKS = "ranks"
 
 
 class SavedThresholds(msgspec.Struct, frozen=True, kw_only=True):
-    """What a method keeps between steps (`methods.state.State`)."""
+    """What a method keeps between steps (`methods.state.MethodState`)."""
 
     step: Count
     local: Estimate | None
     result: Estimate | None
     bounds: list[Count] | None
     uneven: bool
-    one_owner: bool
+    single_owner: bool
 
 
 class SavedEngine(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +50,8 @@ class SavedEngine(msgspec.Struct, frozen=True, kw_only=True):
     skipped: Count
     numels: list[Count]
     quotas: list[Count]
-    states: list[SavedThresholds]
-    whole: SavedThresholds
+    group_states: list[SavedThresholds]
+    model_state: SavedThresholds
 
 
 class SavedRates(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,7 +201,7 @@ def _check_numbers(facts: SavedFacts) -> None:
 def _check_engine(engine: SavedEngine, world_size: int) -> None:
     if engine.skipped > engine.step:
         raise StateError(f"the state is of {engine.step} steps, {engine.skipped} of them skipped")
-    for thresholds in (*engine.states, engine.whole):
+    for thresholds in (*engine.group_states, engine.model_state):
         for estimate in (thresholds.local, thresholds.result):
             if estimate is not None and not (estimate[0] >= 0 and 0 < estimate[1] < 1e6):
                 raise StateError(f"the state has the threshold and slope {estimate}")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from oktopk.kernels.reference import Late as Late
-from oktopk.sparse import Room, Sparse
+from oktopk.sparse import EntryBuffer, Sparse
 
 T = TypeVar("T")
 
@@ -159,7 +159,7 @@ def accumulate_select(
     acc: Tensor,
     threshold: float,
     capacity: int,
-    into: Room | None = None,
+    into: EntryBuffer | None = None,
     base: int = 0,
 ) -> tuple[Sparse, int]:
     """`acc = residual + grad`, then `select` from `acc`, in one pass over the three.

@@ -113,7 +113,6 @@ def kth_magnitude(x: Tensor, k: int) -> float:
 
 
 def trim(sparse: Sparse, low: float, k: int) -> tuple[Sparse, float]:
-    assert sparse.indices is not None
     values = sparse.values.numpy()
     bits = values.view(INTEGER[sparse.values.dtype])
     sign_off = np.iinfo(bits.dtype).max

@@ -130,7 +130,6 @@ def settle_(
     factor: float,
     base: int = 0,
 ) -> None:
-    assert result.indices is not None and offered.indices is not None
     number = result.values.numpy().dtype.type
     where, ours = result.indices.numpy(), (offered.indices.numpy(), offered.values.numpy())
     if grad.dtype == result.values.dtype:
@@ -144,6 +143,5 @@ def settle_(
 
 
 def add_at_(x: Tensor, sparse: Sparse, factor: float, base: int = 0) -> None:
-    assert sparse.indices is not None
     values = sparse.values.numpy()
     _add_at(x.numpy(), sparse.indices.numpy(), values, values.dtype.type(factor), base)

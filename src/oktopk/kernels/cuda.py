@@ -25,7 +25,7 @@ from oktopk.kernels.reference import least_magnitude as least_magnitude
 from oktopk.kernels.reference import survey as survey
 from oktopk.kernels.reference import take_late as take_late
 from oktopk.kernels.reference import trim as trim
-from oktopk.sparse import Room, Sparse, placed
+from oktopk.sparse import EntryBuffer, Sparse, placed
 
 BLOCK = 4096  # values per program
 # no fused multiply-add: there is none to fuse, and unset it makes Triton 3.9 warn
@@ -173,7 +173,6 @@ def _compact(
     """The entries of x whose key reaches the level, and how many there are."""
     n = x.numel()
     room, ends = _written(keys, level, x, counts, min(capacity, n))
-    assert room.indices is not None
     count = int(ends[-1]) if n else 0
     num = min(count, room.num)
     return Sparse(room.indices[:num], room.values[:num], n), count
@@ -218,7 +217,7 @@ def accumulate_select(
     acc: Tensor,
     threshold: float,
     capacity: int,
-    into: Room | None = None,
+    into: EntryBuffer | None = None,
     base: int = 0,
 ) -> tuple[Sparse, int]:
     level, counts = _level(threshold, acc), _counts(acc)
@@ -236,7 +235,6 @@ def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) 
     level, counts = touched.new_ones(()), _counts(touched)
     _launch(_count, hi - lo, touched, level, counts)
     merged, _ = _compact(touched, level, sums, counts, indices.numel())
-    assert merged.indices is not None
     return Sparse(merged.indices + lo, merged.values, hi)
 
 
@@ -249,7 +247,6 @@ def settle_(
     factor: float,
     base: int = 0,
 ) -> None:
-    assert result.indices is not None and offered.indices is not None
     found, ours = result.indices - base, offered.indices - base
     # divided by a tensor: by a number, torch multiplies with the reciprocal on a GPU, which rounds
     # twice; and in torch, since Triton's own division is approximate

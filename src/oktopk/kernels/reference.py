@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oktopk.sparse import Room, Sparse, placed
+from oktopk.sparse import EntryBuffer, Sparse, placed
 from oktopk.utils.device import to_device, to_host
 
 AT_ONCE = False  # what a kernel has found is not yet known when it returns
@@ -83,7 +83,6 @@ MANTISSA = {torch.float32: 23, torch.float64: 52}
 
 
 def trim(sparse: Sparse, low: float, k: int) -> tuple[Sparse, float]:
-    assert sparse.indices is not None
     bits = sparse.values.abs().view(INTEGER[sparse.values.dtype])
     start, shift = first_bin(low, sparse.values)
     bins = ((bits - start) >> shift).clamp_(max=BINS - 1)
@@ -126,7 +125,7 @@ def accumulate_select(
     acc: Tensor,
     threshold: float,
     capacity: int,
-    into: Room | None = None,
+    into: EntryBuffer | None = None,
     base: int = 0,
 ) -> tuple[Sparse, int]:
     torch.add(residual, grad, out=acc)
@@ -155,7 +154,6 @@ def settle_(
     factor: float,
     base: int = 0,
 ) -> None:
-    assert result.indices is not None and offered.indices is not None
     # by a tensor: by a number, CUDA multiplies with the reciprocal, which rounds twice
     quotients = result.values * factor / result.values.new_full((), divisor)
     grad.zero_()
@@ -174,7 +172,6 @@ def encode_indices(indices: Tensor, lo: int, low_bits: int, low: Tensor, high: T
 
 
 def add_at_(x: Tensor, sparse: Sparse, factor: float, base: int = 0) -> None:
-    assert sparse.indices is not None
     x[sparse.indices.long() - base] += sparse.values * factor  # no index twice
 
 

@@ -24,7 +24,7 @@ from oktopk.kernels.vector import (
     lowest_bit,
     num_bits,
 )
-from oktopk.sparse import Room, Sparse
+from oktopk.sparse import EntryBuffer, Sparse
 
 AHEAD = 3  # slots written per word before looking how many hits there were
 
@@ -109,7 +109,7 @@ def accumulate_select(
     acc: Tensor,
     threshold: float,
     capacity: int,
-    into: Room | None = None,
+    into: EntryBuffer | None = None,
     base: int = 0,
 ) -> tuple[Sparse, int]:
     capacity = min(capacity, residual.numel())

@@ -50,7 +50,6 @@ def _walk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad = late.grad[:0] if skips else late.grad
     found, num = select(grad, reference.least(grad.dtype), grad.numel())
-    assert found.indices is not None
     where, was, after = (torch.empty(num, dtype=t) for t in (torch.int64, *[torch.float32] * 2))
     numbers = np.float32(late.beta), np.float32(1 - late.beta), np.float32(scale)
     count = _take_late(

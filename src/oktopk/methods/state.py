@@ -1,4 +1,4 @@
-"""What a method keeps between steps beside the residual. Only `oktopk` uses it."""
+"""What a method keeps between steps, beside the residual. Only `oktopk` uses it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from oktopk.sparse import Room
-from oktopk.wire.codec import Form
+from oktopk.sparse import EntryBuffer
 
-FLATTEST, STEEPEST = 0.5, 64.0
+MIN_SLOPE, MAX_SLOPE = 0.5, 64.0
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """A threshold that about k entries reach, and how fast the count falls when it rises.
+class ThresholdEstimate:
+    """A threshold that about k entries reach, and how fast their count falls when it rises.
 
-    Near the threshold the count behaves as threshold ** -slope: 2 for heavy tails, 4 for Laplace,
-    6 for Gaussian gradients at 2 %.
+    Near the threshold the count is modelled as proportional to threshold ** -slope. The slope is
+    about 2 for heavy tails, 4 for Laplace and 6 for Gaussian gradients at a density of 2 %.
     """
 
     threshold: float
@@ -27,79 +26,78 @@ class Level:
         """The threshold that `ratio * k` entries should reach."""
         return self.threshold * ratio ** (-1 / self.slope)
 
-    def scaled(self, factor: float) -> Level:
-        """The level when everything is `factor` times as large."""
-        return Level(self.threshold * factor, self.slope)
+    def scaled(self, factor: float) -> ThresholdEstimate:
+        """The estimate after all entries were multiplied by `factor`."""
+        return ThresholdEstimate(self.threshold * factor, self.slope)
 
-    def moved(self, threshold: float, ratio: float) -> Level:
-        """The level after `ratio * k` entries were seen to reach `threshold`."""
-        return Level(threshold * ratio ** (1 / self.slope), self.slope)
+    def updated(self, threshold: float, ratio: float) -> ThresholdEstimate:
+        """The estimate after `ratio * k` entries were counted to reach `threshold`."""
+        return ThresholdEstimate(threshold * ratio ** (1 / self.slope), self.slope)
 
 
 def slope_between(low: float, count_low: int, high: float, count_high: int) -> float | None:
-    """The slope seen between two thresholds; None where they tell nothing."""
+    """The slope between two thresholds and their counts; None where they do not determine one."""
     if not (0 < low < high and 0 < count_high < count_low):
         return None
     slope = math.log(count_low / count_high) / math.log(high / low)
-    return min(max(slope, FLATTEST), STEEPEST)
+    return min(max(slope, MIN_SLOPE), MAX_SLOPE)
 
 
 @dataclass(slots=True)
-class State:
-    """Thresholds, region bounds and the count of sparse steps."""
+class MethodState:
+    """Threshold estimates, region bounds and the number of sparse steps."""
 
     exact_every: int = 32
     """Steps between exact thresholds (tau' of the paper)."""
 
     bounds_every: int = 64
-    """Steps between agreements on the region bounds (tau of the paper)."""
-
-    wire: Form = "plain"
-    """How entries travel."""
+    """Steps between updates of the region bounds (tau of the paper)."""
 
     step: int = 0
     """Sparse steps finished."""
 
-    local: Level | None = None
-    """This rank's level; the other ranks have their own."""
+    local: ThresholdEstimate | None = None
+    """Of this rank's own entries; every rank has another."""
 
-    result: Level | None = None
-    """The level of the summed values, the same on every rank."""
+    result: ThresholdEstimate | None = None
+    """Of the summed entries, the same on every rank."""
 
     bounds: list[int] | None = None
     """The P+1 cut points of the regions, the same on every rank."""
 
     uneven: bool = False
-    """The last step's shares were so uneven that the bounds should be agreed on again."""
+    """Whether the regions of the last step held so different numbers of entries that new bounds
+    are due."""
 
-    one_owner: bool = False
-    """Agreed bounds once forced a cut of the result; from then on one rank owns everything."""
+    single_owner: bool = False
+    """Whether rank 0 owns the only region, because even regions once forced the result to be cut
+    to stay within the bound on words."""
 
-    room: Room | None = None
-    """Memory for candidates, used again at every step. Says nothing, so it is not saved."""
+    buffer: EntryBuffer | None = None
+    """Memory for candidates, used again in every step. Its content is not part of the state."""
 
     def shared(self) -> str:
         """What must be the same on every rank, as text to compare."""
-        return repr((self.step, self.result, self.bounds, self.uneven, self.one_owner))
+        return repr((self.step, self.result, self.bounds, self.uneven, self.single_owner))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists only, so that safe loading and JSON take it."""
+        """Plain numbers and lists only, so that JSON and safe loading accept it."""
         return {
             "step": self.step,
             "local": _pair(self.local),
             "result": _pair(self.result),
             "bounds": None if self.bounds is None else list(self.bounds),
             "uneven": self.uneven,
-            "one_owner": self.one_owner,
+            "single_owner": self.single_owner,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
-        self.local = None if state["local"] is None else Level(*state["local"])
-        self.result = None if state["result"] is None else Level(*state["result"])
+        self.local = None if state["local"] is None else ThresholdEstimate(*state["local"])
+        self.result = None if state["result"] is None else ThresholdEstimate(*state["result"])
         self.bounds = None if state["bounds"] is None else list(state["bounds"])
-        self.uneven, self.one_owner = state["uneven"], state["one_owner"]
+        self.uneven, self.single_owner = state["uneven"], state["single_owner"]
 
 
-def _pair(level: Level | None) -> list[float] | None:
-    return None if level is None else [level.threshold, level.slope]
+def _pair(estimate: ThresholdEstimate | None) -> list[float] | None:
+    return None if estimate is None else [estimate.threshold, estimate.slope]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from oktopk.adapters.ddp.handle import Handle
 from oktopk.comm.communicator import Comm
-from oktopk.methods.selection import exact_of
+from oktopk.methods.selection import top_k
 from oktopk.stats import StepStats
 
 
@@ -116,7 +116,7 @@ def judge(acc: Tensor, grad: Tensor, result: Tensor, k: int) -> dict[str, float]
     the shares of the sum of squares that the entries of the result and of the true top k hold. `xi`
     is the distance of the result from the true top k over the norm of the mean gradient.
     """
-    best, _ = exact_of(acc, min(k, acc.numel()))
+    best, _ = top_k(acc, min(k, acc.numel()))
     top = best.to_dense()
     wanted = torch.count_nonzero(top).item()
     whole, norm = _energy(acc), _energy(grad) ** 0.5

@@ -40,13 +40,8 @@ from oktopk.comm.failure_detector import RollCall, patience_of, present
 from oktopk.comm.process_groups import own_transport
 from oktopk.comm.torch_transport import TorchTransport
 from oktopk.methods import METHODS
-from oktopk.methods.cost_model import (
-    Work,
-    cheapest,
-    entry_bits,
-    probe_link,
-    probe_machine,
-)
+from oktopk.methods.cost_model import Work, entry_bits
+from oktopk.methods.prediction import cheapest, probe_kernels, probe_link
 from oktopk.optim.presets import suited, warn_if_short
 from oktopk.optim.residual_scaling import Followed
 from oktopk.settings import Settings, num_kept
@@ -198,11 +193,11 @@ def _chosen(model: DistributedDataParallel, settings: Settings, comm: Comm) -> s
     """
     device = next(model.parameters()).device
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    link, machine = probe_link(comm, device), probe_machine(comm, device)
+    link, speed = probe_link(comm, device), probe_kernels(comm, device)
     wide = any(p.dtype == torch.float64 for p in model.parameters())
     bits = 96.0 if wide else entry_bits(settings.wire, settings.density)
     kept, value_bytes = num_kept(numel, settings.density), 8 if wide else 4
-    times = cheapest(Work(numel, kept, comm.size, bits, value_bytes), link, machine)
+    times = cheapest(Work(numel, kept, comm.size, bits, value_bytes), link, speed)
     best = next(iter(times))
     if comm.rank == 0:
         predicted = ", ".join(f"{name} {1e3 * taken:.0f} ms" for name, taken in times.items())

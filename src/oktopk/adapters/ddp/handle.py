@@ -32,6 +32,7 @@ from oktopk.comm.replica_check import check_replicas
 from oktopk.engine import saved_state
 from oktopk.engine.buckets import Layout
 from oktopk.engine.engine import Engine
+from oktopk.engine.step import Step
 from oktopk.errors import ExchangeError, NonfiniteError
 from oktopk.optim.residual_scaling import Followed
 from oktopk.optim.staleness import LateMoments
@@ -91,6 +92,7 @@ class Handle:
         """Signatures of DDP's buckets, once each is exchanged as it comes; empty before."""
         self._waiting: list[Arrived] = []
         self._staged: list[Tensor] | None = None
+        self._step: Step | None = None
         self.exchanger = Exchanger(weakref.WeakMethod(self._take))
         self._finalizer = weakref.finalize(self, _end_threads, roll_call, self.exchanger)
 
@@ -257,13 +259,14 @@ class Handle:
         except NonfiniteError:
             raise
         except BaseException as error:  # sys.exit() in on_step too: the others must hear of it
-            self._engine.rollback()
+            self._discard_step()
             self._roll_call.give_up(error, self.comm)
             raise
 
     def _feed(self, arrived: Arrived) -> None:
         if arrived.index == 0:
             self._waiting = []
+            self._discard_step()  # of a backward that raised before its last bucket
         self._waiting.append(arrived)
         overlaps = bool(self._overlaps)
         if overlaps:
@@ -271,30 +274,37 @@ class Handle:
             if known != [arrived.signature()]:
                 raise RuntimeError("DDP changed its buckets in the middle of training")
             if arrived.index == 0:
-                self._begin()
-            self._engine.feed(arrived.index, arrived.buffer)
+                self._step = self._begin(arrived.buffer)
+            assert self._step is not None
+            self._step.add_bucket(arrived.index, arrived.buffer)
         if arrived.is_last:
             if not overlaps:
                 self._feed_all()
             self._finish(arrived)
 
-    def _begin(self) -> None:
+    def _begin(self, like: Tensor) -> Step:
         self._follow()
-        first_sparse = self._engine.step == self.settings.warmup_steps
-        if self._engine.phase == "sparse" and first_sparse and self.comm.rank == 0:
+        step = self._engine.begin(like)  # from here on all traffic is of this step
+        first_sparse = step.plan.step == self.settings.warmup_steps
+        if step.plan.phase == "sparse" and first_sparse and self.comm.rank == 0:
             log.info(
                 "step %d: the sparse phase begins, %s at density %g: %d of %d entries, %d dense",
-                self._engine.step,
+                step.plan.step,
                 self.settings.method,
-                self.settings.density_at(self._engine.step),
-                self._engine.k,
-                self._engine.numel,
-                self._engine.num_dense,
+                step.plan.density,
+                step.plan.k,
+                self._engine.buckets.numel,
+                self._engine.buckets.num_dense,
             )
-        self._engine.begin()  # from here on all traffic is of this step
         if self.check_every and self.step and self.step % self.check_every == 0:
             flags = {"joined": self.joined, "has_joined": self.has_joined}
             check_replicas(self._named.parameters, self.comm, self.step, **flags)
+        return step
+
+    def _discard_step(self) -> None:
+        if self._step is not None:
+            self._step.discard()
+            self._step = None
 
     def _follow(self) -> None:
         """Bring what is owed to the present loss scale and learning rates."""
@@ -325,13 +335,15 @@ class Handle:
         grads = staged or [arrived.buffer for arrived in self._waiting]
         if self.clip_before is not None:
             clip_(grads, self.clip_before * self._followed.scale)
-        self._begin()
+        self._step = self._begin(grads[0])
         for bucket, grad in enumerate(grads):
-            self._engine.feed(bucket, grad)
+            self._step.add_bucket(bucket, grad)
         self._staged = staged
 
     def _finish(self, last: Arrived) -> None:
-        stats = self._engine.finish(waited_since=last.at)
+        assert self._step is not None
+        stats = self._engine.finish(self._step, waited_since=last.at)
+        self._step = None
         if self._staged is not None:
             self._named.unstage(self._staged, self._waiting, self._layout)
             self._staged = None
@@ -357,12 +369,14 @@ class Handle:
 
     def _lay_out(self, layout: Layout, owed: dict[str, Tensor]) -> None:
         """Cut the engine's buckets as given and carry over what is owed."""
-        self._engine.lay_out([self._named.bucket(names) for names in layout])
+        self._engine.set_buckets([self._named.bucket(names) for names in layout])
         self._layout = layout
         if owed:
             dtype = next(iter(owed.values())).dtype
             device = next(iter(self._named.parameters.values())).device  # a state may be elsewhere
-            self._engine.residual = torch.zeros(self._engine.numel, dtype=dtype, device=device)
+            self._engine.residual = torch.zeros(
+                self._engine.buckets.numel, dtype=dtype, device=device
+            )
             share(self._engine.residual)
             for name, residual in self.residuals.items():
                 if name in owed:
@@ -376,8 +390,8 @@ class Handle:
             "parameters": len(names),
             "dense parameters": [name for name in names if self._named.is_dense(name)],
             "state": self._engine.shared(),
-            "numel": self._engine.numel,
-            "numel dense": self._engine.num_dense,
+            "numel": self._engine.buckets.numel,
+            "numel dense": self._engine.buckets.num_dense,
             "buckets": self._layout,
             "gradient dtype": str(self._waiting[0].buffer.dtype),
         }

@@ -1,8 +1,9 @@
 """Gather the result evenly: who sends how much, planned from the counts alone.
 
-Every rank knows how many entries every rank kept. A rank over its even share hands what is too much
-(the end of its run) to ranks below theirs; then all gather shares of equal size. Only the surplus
-moves. What comes back is in index order, so the result is the same with and without balance.
+Every rank knows how many sums every rank kept. A rank above its even share hands the surplus (the
+last entries of its region) to ranks below theirs; then all ranks send shares of equal size to
+everyone. Only the surplus moves. The result is in index order, so it is the same with and without
+balancing.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from oktopk.comm.communicator import Comm
 from oktopk.sparse import Sparse
-from oktopk.wire import codec, message
-from oktopk.wire.codec import Form, Run
+from oktopk.wire import message
+from oktopk.wire.codec import Form, Run, decode, num_words, room, words_per_value
 
 UNEVEN = 4  # the paper's rule: balance when the largest share is over 4 times the mean
 
@@ -54,7 +55,7 @@ def entries_sent(counts: list[int], *, balanced: bool) -> list[int]:
     ]
 
 
-def entry_bound(k: int, size: int) -> int:
+def max_entries(k: int, size: int) -> int:
     """The most entries a rank may send in one step: 3k(P-1)/P, that is 6k(P-1)/P words.
 
     Below k = 2P, k is taken up to the next multiple of P: no share is smaller than an entry.
@@ -64,27 +65,27 @@ def entry_bound(k: int, size: int) -> int:
     return 3 * k * (size - 1) // size
 
 
-def within_bound(counts: list[int], outside: list[int], k: int, *, balanced: bool) -> bool:
-    """Whether no rank sends more than the bound; `outside` is what each has sent already."""
-    bound = entry_bound(k, len(counts))
+def within_bound(counts: list[int], num_sent: list[int], k: int, *, balanced: bool) -> bool:
+    """Whether no rank sends more than the bound; `num_sent` is what each has sent before."""
+    bound = max_entries(k, len(counts))
     sent = entries_sent(counts, balanced=balanced)
-    return all(before + now <= bound for before, now in zip(outside, sent, strict=True))
+    return all(before + now <= bound for before, now in zip(num_sent, sent, strict=True))
 
 
-def must_balance(counts: list[int], outside: list[int], k: int) -> bool:
+def must_balance(counts: list[int], num_sent: list[int], k: int) -> bool:
     """The paper's rule, or earlier when direct sends would pass the bound.
 
     The rule is made for recursive doubling. With direct sends a share of twice the mean already
     costs 4k(P-1)/P words.
     """
     uneven = max(counts) * len(counts) > UNEVEN * sum(counts)
-    return uneven or not within_bound(counts, outside, k, balanced=False)
+    return uneven or not within_bound(counts, num_sent, k, balanced=False)
 
 
-def affordable(outside: list[int], k: int) -> int:
+def affordable(num_sent: list[int], k: int) -> int:
     """The largest result that balance can gather within the bound, wherever its entries lie."""
-    size = len(outside)
-    budget = entry_bound(k, size) - max(outside)
+    size = len(num_sent)
+    budget = max_entries(k, size) - max(num_sent)
 
     def worst(total: int) -> int:  # one rank holds it all
         share = -(-total // size)
@@ -95,66 +96,66 @@ def affordable(outside: list[int], k: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What every rank has after the gather, the same bits on each."""
+    """What every rank has after the gather, with the same bits on each."""
 
     result: Sparse
-    rider: Tensor
-    """All shares of the riders, one after the other."""
+    dense_part: Tensor
+    """The shares of what travels dense, one after the other."""
 
-    lost: Sparse | None
-    """What rounding took off the sums of this rank; None when the form loses nothing."""
+    corrections: tuple[Sparse, ...]
+    """What rounding took off the sums of this rank; empty when the codec does not round."""
 
-    sent: int
-    """Entries this rank sent, riders among them."""
+    num_sent: int
+    """Entries this rank sent, those that travel dense among them."""
 
 
 def gather(
     kept: Sparse,
     counts: list[int],
     bounds: list[int],
-    share: Tensor,
+    dense_share: Tensor,
     comm: Comm,
-    form: Form,
+    codec: Form,
     *,
     balanced: bool = False,
 ) -> Gathered:
-    """Everyone's sums in index order, and the riders. Sends `entries_sent` entries, and riders.
+    """Send this rank's sums to everyone; return all sums in index order.
 
-    A sum is encoded once, by its owner, and all ranks read those words: so all have the same bits.
+    A sum is encoded once, by its owner, and every rank decodes those words, the owner too: so all
+    ranks have the same bits. Sends `entries_sent` entries, and the dense share.
     """
     dtype, rank = kept.values.dtype, comm.rank
     runs = _pieces(counts, bounds, surplus_moves(counts) if balanced else [])
-    words, arriving = _encoded(
-        kept, [(key, run) for key, run in runs.items() if key[0] == rank], form
-    )
+    own = [(key, run) for key, run in runs.items() if key[0] == rank]
+    words, decoded = _encoded(kept, own, codec)
     if balanced:
-        handed = {target: piece for (_, target), piece in words.items() if target != rank}
+        surplus = {target: piece for (_, target), piece in words.items() if target != rank}
         sizes = {
-            source: codec.num_words(run, form, dtype)
+            source: num_words(run, codec, dtype)
             for (source, holder), run in runs.items()
             if holder == rank != source
         }
-        heard = comm.exchange(handed, sizes, share.device, stage="balance")
-        words |= {(source, rank): piece for source, piece in heard.items()}
+        received = comm.exchange(surplus, sizes, dense_share.device, stage="balance")
+        words |= {(source, rank): piece for source, piece in received.items()}
     held = [key for key in sorted(runs) if key[1] == rank]
-    block = torch.cat([*(words[key] for key in held), share.contiguous().view(torch.int32)])
-    indices, values, rider = _read_blocks(block, runs, share, comm, form)
-    result = Sparse(indices, values, kept.numel)
-    lost = None
-    if form != "plain":
-        lost = Sparse(kept.indices, kept.values - arriving, kept.numel)
-    given = sum(run.count for (source, holder), run in runs.items() if source == rank != holder)
-    sent = given + (comm.size - 1) * (sum(runs[key].count for key in held) + share.numel())
-    return Gathered(result, rider, lost, sent)
+    block = torch.cat([*(words[key] for key in held), dense_share.contiguous().view(torch.int32)])
+    indices, values, dense_part = _read_blocks(block, runs, dense_share, comm, codec)
+    corrections = ()
+    if codec != "plain":
+        corrections = (Sparse(kept.indices, kept.values - decoded, kept.numel),)
+    moved = sum(run.count for (source, holder), run in runs.items() if source == rank != holder)
+    block_size = sum(runs[key].count for key in held) + dense_share.numel()
+    num_sent = moved + (comm.size - 1) * block_size
+    return Gathered(Sparse(indices, values, kept.numel), dense_part, corrections, num_sent)
 
 
-Key = tuple[int, int]
-"""The owner of a piece of the result, and who holds it when it is gathered."""
+Piece = tuple[int, int]
+"""The owner of a piece of the result, and the rank that sends it to everyone."""
 
 
 def _pieces(
     counts: list[int], bounds: list[int], moves: list[tuple[int, int, int]]
-) -> dict[Key, Run]:
+) -> dict[Piece, Run]:
     """All pieces in index order: what an owner keeps comes before what it hands over."""
     left = list(counts)
     for source, _, num in moves:
@@ -170,43 +171,42 @@ def _pieces(
 
 
 def _encoded(
-    kept: Sparse, mine: list[tuple[Key, Run]], form: Form
-) -> tuple[dict[Key, Tensor], Tensor]:
-    """My pieces as words, and all my values as they will arrive."""
-    assert kept.indices is not None
-    num = [run.count for _, run in mine]
-    words, arriving = {}, []
+    kept: Sparse, own: list[tuple[Piece, Run]], codec: Form
+) -> tuple[dict[Piece, Tensor], Tensor]:
+    """This rank's pieces as words, and all its values as the receivers will decode them."""
+    counts = [run.count for _, run in own]
+    words, decoded = {}, []
     for (key, run), indices, values in zip(
-        mine, kept.indices.split(num), kept.values.split(num), strict=True
+        own, kept.indices.split(counts), kept.values.split(counts), strict=True
     ):
-        words[key], arrives = message.write(indices, values, run, form, values[:0])
-        arriving.append(arrives)
-    return words, torch.cat(arriving)
+        words[key], part = message.write(indices, values, run, codec, values[:0])
+        decoded.append(part)
+    return words, torch.cat(decoded)
 
 
 def _read_blocks(
-    block: Tensor, runs: dict[Key, Run], share: Tensor, comm: Comm, form: Form
+    block: Tensor, runs: dict[Piece, Run], dense_share: Tensor, comm: Comm, codec: Form
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Send my block to all; the indices, values and riders of all blocks, in index order."""
-    dtype = share.dtype
+    """Send this rank's block to all; return the indices, values and dense shares of all blocks."""
+    dtype = dense_share.dtype
     held = {rank: [key for key in sorted(runs) if key[1] == rank] for rank in range(comm.size)}
     widths = {
         rank: [
-            *(codec.num_words(runs[key], form, dtype) for key in keys),
-            share.numel() * codec.words_per_value(dtype),
+            *(num_words(runs[key], codec, dtype) for key in keys),
+            dense_share.numel() * words_per_value(dtype),
         ]
         for rank, keys in held.items()
     }
     sizes = {rank: sum(widths[rank]) for rank in comm.peers}
     blocks = comm.exchange(dict.fromkeys(comm.peers, block), sizes, block.device, stage="gather")
     blocks[comm.rank] = block
-    indices, index_parts, values, value_parts = codec.room(list(runs.values()), share)
-    place = {key: number for number, key in enumerate(runs)}
-    riders = []
+    indices, index_parts, values, value_parts = room(list(runs.values()), dense_share)
+    position = {key: number for number, key in enumerate(runs)}
+    dense_parts = []
     for rank, keys in held.items():
-        *parts, rider = blocks[rank].split(widths[rank])
+        *parts, dense_part = blocks[rank].split(widths[rank])
         for key, words in zip(keys, parts, strict=True):
-            number = place[key]
-            codec.decode(words, runs[key], form, index_parts[number], value_parts[number])
-        riders.append(rider.clone().view(dtype))
-    return indices, values, torch.cat(riders)
+            number = position[key]
+            decode(words, runs[key], codec, index_parts[number], value_parts[number])
+        dense_parts.append(dense_part.clone().view(dtype))
+    return indices, values, torch.cat(dense_parts)

@@ -1,4 +1,4 @@
-"""Regions: who reduces which index range, and the first of the two phases built on them."""
+"""Regions: which rank sums which index range, and the split-and-reduce phase built on them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from oktopk.wire.codec import Form, Run
 
 
 def equal_bounds(numel: int, size: int) -> list[int]:
-    """The P+1 cut points of regions of equal width (they differ by one at most)."""
+    """The P+1 cut points of regions of equal width (widths differ by one at most)."""
     return [rank * numel // size for rank in range(size + 1)]
 
 
-def one_owner_bounds(numel: int, size: int) -> list[int]:
-    """Rank 0 owns everything.
+def single_owner_bounds(numel: int, size: int) -> list[int]:
+    """Bounds by which rank 0 owns everything.
 
     With five ranks or fewer, ranks whose gradients lie in each other's regions cannot have a full
-    result within the bound on words. With one owner they can: it sends nothing in split-and-reduce.
+    result within the bound on words. With a single owner they can, because the owner sends nothing
+    in split-and-reduce.
     """
     return [0, *[numel] * size]
 
 
-def agreed_bounds(local: Sparse, comm: Comm) -> list[int]:
-    """Cut points that give every region about the same number of selected entries.
+def balanced_bounds(local: Sparse, comm: Comm) -> list[int]:
+    """Bounds that give every region about the same number of selected entries.
 
-    Each rank proposes the cuts that split its own selection into P equal runs; the mean is taken,
-    in int64. Means of ascending lists ascend. Header: P-1 int64, summed.
+    Each rank proposes the cut points that split its own selection into P equal parts. The mean of
+    the proposals is taken in int64; means of ascending lists ascend. Header: P-1 int64, summed.
     """
-    assert local.indices is not None
     if local.num:
         starts = equal_bounds(local.num, comm.size)[1:-1]
         proposal = local.indices[to_device(starts, torch.int64, local.values.device)].long()
@@ -48,59 +48,57 @@ def agreed_bounds(local: Sparse, comm: Comm) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """What a rank owns after split-and-reduce."""
+    """What a rank has after split-and-reduce."""
 
     region: Sparse
-    """The sums of its region."""
+    """The sums of the region that this rank owns."""
 
-    offered: Sparse
-    """What this rank gave, as it arrived."""
+    sent: Sparse
+    """What this rank contributed, as the receivers decoded it."""
 
-    share: Tensor
-    """The sums of its share of the riders."""
+    dense_share: Tensor
+    """The sums of this rank's share of what travels dense."""
 
-    outside: int
-    """How many entries left this rank."""
+    num_sent: int
+    """Entries that this rank sent."""
 
 
 def split_reduce(
-    local: Sparse, rider: Tensor, bounds: list[int], comm: Comm, form: Form
+    local: Sparse, dense_part: Tensor, bounds: list[int], comm: Comm, codec: Form
 ) -> Reduced:
-    """Send every entry to the owner of its region; sum my own region in rank order.
+    """Send every entry to the owner of its region, and sum this rank's region in rank order.
 
-    One letter per peer, counts ahead. Sends 2k(P-1)/P words when plain and the regions are even.
+    One message per peer, preceded by the counts. 2k(P-1)/P words when plain and regions are even.
     """
-    assert local.indices is not None
     dtype, rank = local.values.dtype, comm.rank
-    splits = _splits(local, bounds)
-    incoming = comm.swap_sizes(splits, local.values.device, stage="split")
-    shares = equal_shares(rider, comm.size)
+    splits = _num_per_region(local, bounds)
+    num_incoming = comm.swap_sizes(splits, local.values.device, stage="split")
+    shares = equal_shares(dense_part, comm.size)
     outgoing: dict[int, Tensor] = {}
-    arriving = list(local.values.split(splits))  # my own entries need no rounding
+    decoded = list(local.values.split(splits))  # entries of the own region are not encoded
     indices = local.indices.split(splits)
     for peer in comm.peers:
         run = Run(splits[peer], bounds[peer], bounds[peer + 1])
-        outgoing[peer], arriving[peer] = message.write(
-            indices[peer], arriving[peer], run, form, shares[peer]
+        outgoing[peer], decoded[peer] = message.write(
+            indices[peer], decoded[peer], run, codec, shares[peer]
         )
     lo, hi = bounds[rank], bounds[rank + 1]
-    runs = [Run(count, lo, hi) for count in incoming]
-    sizes = {peer: message.size(runs[peer], form, dtype, shares.shape[1]) for peer in comm.peers}
-    heard = comm.exchange(outgoing, sizes, local.values.device, stage="split")
-    own = rank, indices[rank], arriving[rank], shares[rank]
-    where, what, share = message.read_all(heard, runs, form, own)
-    region = kernels.merge(where, what, incoming, lo, hi)
+    runs = [Run(count, lo, hi) for count in num_incoming]
+    sizes = {peer: message.size(runs[peer], codec, dtype, shares.shape[1]) for peer in comm.peers}
+    received = comm.exchange(outgoing, sizes, local.values.device, stage="split")
+    own = rank, indices[rank], decoded[rank], shares[rank]
+    all_indices, all_values, dense_share = message.read_all(received, runs, codec, own)
+    region = kernels.merge(all_indices, all_values, num_incoming, lo, hi)
     return Reduced(
         Sparse(region.indices, region.values, local.numel),
-        local if form == "plain" else Sparse(local.indices, torch.cat(arriving), local.numel),
-        share,
+        local if codec == "plain" else Sparse(local.indices, torch.cat(decoded), local.numel),
+        dense_share,
         local.num - splits[rank],
     )
 
 
-def _splits(local: Sparse, bounds: list[int]) -> list[int]:
-    """How many entries lie in each region."""
-    assert local.indices is not None
+def _num_per_region(local: Sparse, bounds: list[int]) -> list[int]:
+    """How many selected entries lie in each region."""
     inner = to_device(bounds[1:-1], torch.int32, local.indices.device)
     (cuts,) = to_host(torch.searchsorted(local.indices, inner))
     return [end - start for start, end in zip([0, *cuts], [*cuts, local.num], strict=True)]

@@ -1,0 +1,93 @@
+"""`StepPlan`: what a step will do, decided once before its first bucket arrives.
+
+A plan follows from the settings, the number of the step and the quotas, which are the same on every
+rank. So every rank has the same plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from oktopk.engine.buckets import Buckets
+from oktopk.settings import Settings, num_kept
+from oktopk.stats import Phase
+from oktopk.wire.codec import Form
+
+QUOTA_STEPS = frozenset({0, 1, 2, 4, 8, 16})
+"""Sparse steps that also set quotas: early in the sparse phase the gradient shifts between layers
+quickly, and quotas of `exact_every` steps ago would not fit any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """Buckets that are selected and exchanged together, and how many entries they keep."""
+
+    buckets: range
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. Valid for this step only."""
+
+    step: int
+    phase: Phase
+    density: float
+    k: int
+    """Entries of the whole model to keep; those that travel dense come on top."""
+
+    codec: Form
+    overshoot: float
+    """Deliver this much more of every sum than was accumulated (`Settings.overshoot`)."""
+
+    groups: tuple[GroupPlan, ...]
+    whole_model: bool
+    """Whether all buckets are one group, in order to set the quotas of the next steps."""
+
+
+def make_plan(settings: Settings, step: int, buckets: Buckets, quotas: list[int]) -> StepPlan:
+    """The plan of step number `step`."""
+    if settings.is_dense(step):
+        groups = tuple(
+            GroupPlan(range(i, i + 1), bucket.numel) for i, bucket in enumerate(buckets.items)
+        )
+        return StepPlan(step, "dense", 1.0, buckets.numel, "plain", 0.0, groups, False)
+    density = settings.density_at(step)
+    k = num_kept(buckets.numel - buckets.num_dense, density)
+    whole_model = _sets_quotas(settings, step, buckets, quotas, k)
+    if whole_model:
+        groups = (GroupPlan(buckets.everything, k),)
+    else:
+        groups = tuple(
+            GroupPlan(group, _group_k(i, group, buckets, quotas, k, density))
+            for i, group in enumerate(buckets.groups)
+        )
+    # at density 1 every entry arrives in every step: then it arrives unrounded
+    codec: Form = "plain" if density == 1 else settings.wire
+    overshoot = settings.advance_at(step)
+    return StepPlan(step, "sparse", density, k, codec, overshoot, groups, whole_model)
+
+
+def has_quotas(settings: Settings, buckets: Buckets) -> bool:
+    """Whether groups leave before the whole gradient is known, each with a quota of k."""
+    return len(buckets.groups) > 1 and settings.scope == "model"
+
+
+def _sets_quotas(
+    settings: Settings, step: int, buckets: Buckets, quotas: list[int], k: int
+) -> bool:
+    if not has_quotas(settings, buckets):
+        return False
+    sparse_step = step - settings.warmup_steps
+    due = sparse_step in QUOTA_STEPS or sparse_step % settings.exact_every == 0
+    return due or sum(quotas) != k
+
+
+def _group_k(
+    number: int, group: range, buckets: Buckets, quotas: list[int], k: int, density: float
+) -> int:
+    if quotas:
+        return quotas[number]
+    if len(buckets.groups) == 1:
+        return k
+    return num_kept(buckets.num_sparse(group), density)

@@ -1,0 +1,43 @@
+"""The all-gather of sparse selections, which `topka` and `gaussiank` share."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from oktopk import kernels
+from oktopk.comm.communicator import Comm
+from oktopk.methods.base import SparseSum, codec_for, imbalance
+from oktopk.methods.cost_model import Cost, Work
+from oktopk.methods.state import MethodState
+from oktopk.sparse import Sparse
+from oktopk.wire import message
+from oktopk.wire.codec import Form, Run
+
+
+def all_gather(
+    local: Sparse, dense_part: Tensor, k: int, state: MethodState, codec: Form, comm: Comm
+) -> SparseSum:
+    """Send every rank's selection to every rank and sum it there. 2k(P-1) words: grows with P."""
+    codec, dtype = codec_for(local.values, codec), local.values.dtype
+    counts = comm.all_gather_size(local.num, local.values.device, stage="counts")
+    runs = [Run(count, 0, local.numel) for count in counts]
+    words, decoded = message.write(local.indices, local.values, runs[comm.rank], codec, dense_part)
+    sizes = {
+        peer: message.size(runs[peer], codec, dtype, dense_part.numel()) for peer in comm.peers
+    }
+    received = comm.exchange(dict.fromkeys(comm.peers, words), sizes, words.device, stage="gather")
+    own = comm.rank, local.indices, decoded, dense_part
+    indices, values, dense_sum = message.read_all(received, runs, codec, own)
+    return SparseSum(
+        kernels.merge(indices, values, counts, 0, local.numel),
+        Sparse(local.indices, decoded, local.numel),
+        dense_sum,
+        imbalance=imbalance(counts),
+        num_sent=(local.num + dense_part.numel()) * (comm.size - 1),
+    )
+
+
+def cost(work: Work) -> Cost:
+    """Every rank sends its k entries to all others, and adds all it receives."""
+    sent = work.kept * (work.size - 1) * work.entry_bytes
+    return Cost(rounds=2, bytes=sent, elements=work.numel, entries=work.kept * work.size)

@@ -1,0 +1,80 @@
+"""`oktopk`: top k by region: split and reduce, global threshold, balanced gather.
+
+Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from oktopk.comm.communicator import Comm
+from oktopk.methods.base import SparseMethod, SparseSum, codec_for, imbalance
+from oktopk.methods.cost_model import Cost, Work
+from oktopk.methods.ok_topk.balance import gather
+from oktopk.methods.ok_topk.global_threshold import select_globally
+from oktopk.methods.ok_topk.regions import balanced_bounds, single_owner_bounds, split_reduce
+from oktopk.methods.ok_topk.selection import near_exact, propose_candidates
+from oktopk.methods.state import MethodState
+from oktopk.sparse import Sparse
+from oktopk.wire.codec import Form
+
+
+def exchange(
+    local: Sparse, dense_part: Tensor, k: int, state: MethodState, codec: Form, comm: Comm
+) -> SparseSum:
+    """Sum the selections of all ranks and keep about k sums. At most 6k(P-1)/P words, whatever P.
+
+    `balance.max_entries` has the exact bound.
+    """
+    codec = codec_for(local.values, codec)
+    due = state.bounds is None or state.step % state.bounds_every == 0 or state.uneven
+    if state.bounds is None or (due and not state.single_owner):
+        state.bounds = balanced_bounds(local, comm)
+    bounds = state.bounds
+    reduced = split_reduce(local, dense_part, bounds, comm, codec)
+    kept = select_globally(reduced.region, reduced.num_sent, k, state, comm)
+    sums = gather(
+        kept.region,
+        kept.counts,
+        bounds,
+        reduced.dense_share,
+        comm,
+        codec,
+        balanced=kept.balanced,
+    )
+    state.step += 1
+    state.uneven = kept.balanced
+    if kept.was_cut:
+        state.single_owner = True
+        state.bounds = single_owner_bounds(local.numel, comm.size)
+    return SparseSum(
+        sums.result,
+        reduced.sent,
+        sums.dense_part[: dense_part.numel()],
+        corrections=sums.corrections,
+        imbalance=imbalance(kept.counts),
+        num_sent=reduced.num_sent + reduced.dense_share.numel() * (comm.size - 1) + sums.num_sent,
+    )
+
+
+def cost(work: Work) -> Cost:
+    """k entries to the owners of their regions, then k sums to everyone."""
+    share = (work.size - 1) / work.size
+    return Cost(
+        rounds=4,
+        bytes=2 * share * work.kept * work.entry_bytes,
+        elements=work.numel,
+        entries=4 * work.kept,
+    )
+
+
+METHOD = SparseMethod(
+    name="oktopk",
+    summary="top k by region: split and reduce, global threshold, balanced gather",
+    words="2k(P-1)/P .. 6k(P-1)/P",
+    cost=cost,
+    keeps_k=True,
+    select=near_exact,
+    propose=propose_candidates,
+    exchange=exchange,
+)

@@ -173,7 +173,7 @@ DIFFERING: dict[str, Any] = {
     "check_every": 5,
     "group_numel": 1,
     "method": "gtopk",
-    "advance": 0.5,
+    "overshoot": 0.5,
     "schedule": ((2, 0.5),),
 }
 """Another value of every setting that all ranks must have alike."""

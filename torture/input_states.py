@@ -122,7 +122,9 @@ def attach_argument(desk: Desk) -> Input:
         handle = oktopk.attach(model, **{name: new})
         handle.close()
 
-    return Input(f"attach({name}={new!r})", call, WRONG, (name, "beta1", "late_moments"))
+    return Input(
+        f"attach({name}={new!r})", call, WRONG, (name, "max_beta1", "staleness_correction")
+    )
 
 
 def reducer_argument(desk: Desk) -> Input:

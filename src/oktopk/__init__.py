@@ -17,6 +17,7 @@ from oktopk.comm.simulated import simulate
 from oktopk.errors import ExchangeError, NonfiniteError, ReplicaError
 from oktopk.methods import METHODS
 from oktopk.reducer import Reducer
+from oktopk.settings import Settings
 from oktopk.stats import StepStats
 from oktopk.version import __version__
 
@@ -28,6 +29,7 @@ __all__ = [
     "Policy",
     "Reducer",
     "ReplicaError",
+    "Settings",
     "StepStats",
     "__version__",
     "attach",

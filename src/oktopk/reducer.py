@@ -17,9 +17,10 @@ from oktopk.comm.torch_transport import TorchTransport
 from oktopk.engine import saved_state
 from oktopk.engine.buckets import MAX_INDEXABLE, Bucket
 from oktopk.engine.engine import Engine
-from oktopk.settings import Settings
+from oktopk.settings import OnNonfinite, Settings
 from oktopk.stats import Phase, StepStats
 from oktopk.utils.arguments import integer, shown
+from oktopk.wire.codec import Form
 
 
 def default_comm(group: dist.ProcessGroup | None = None) -> Comm:
@@ -37,9 +38,15 @@ class Reducer:
         method: a name of `oktopk.METHODS`.
         density: fraction of the entries that is kept, in (0, 1].
         warmup_steps: dense steps before the sparse phase.
+        schedule: (steps, density) pairs that follow the warm-up.
+        overshoot: see `oktopk.Settings`.
+        wire: how entries travel: `plain`, `fp32`, `bf16`, `fp16` or `int8`.
+        exact_every: steps between exact thresholds (`oktopk`).
+        bounds_every: steps between updates of the region bounds (`oktopk`).
+        on_nonfinite: what all ranks do when one has a NaN or Inf: `skip`, `raise` or `deliver`.
         group: the process group; None is the default group, or this process alone.
-        comm: instead of `group`, for simulated ranks (`oktopk.simulate`).
-        more: the other fields of `oktopk.settings.Settings`.
+        comm: a communicator instead of `group`, for instance of simulated ranks
+            (`oktopk.simulate`).
     """
 
     def __init__(
@@ -49,15 +56,17 @@ class Reducer:
         method: str = "oktopk",
         density: float = 0.02,
         warmup_steps: int = 0,
+        schedule: tuple[tuple[int, float], ...] = (),
+        overshoot: float = 0.0,
+        wire: Form = "bf16",
+        exact_every: int = 32,
+        bounds_every: int = 64,
+        on_nonfinite: OnNonfinite = "skip",
         group: dist.ProcessGroup | None = None,
         comm: Comm | None = None,
-        **more: Any,
     ) -> None:
         if group is not None and comm is not None:
             raise ValueError("pass group or comm, not both")
-        for name, off in {"beta1": None, "late_moments": False}.items():
-            if more.get(name, off) is not off:
-                raise ValueError(f"{name} needs an optimizer: use oktopk.attach")
         if comm is not None and not isinstance(comm, Comm):
             raise TypeError(f"comm must be an oktopk Comm, got {shown(comm)}")
         if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -67,7 +76,17 @@ class Reducer:
                 f"numel must be from 0 to 2**31 - 1, as indices are int32, got {numel}: "
                 "split the gradient over several reducers"
             )
-        self.settings = Settings(method=method, density=density, warmup_steps=warmup_steps, **more)
+        self.settings = Settings(
+            method=method,
+            density=density,
+            warmup_steps=warmup_steps,
+            schedule=schedule,
+            overshoot=overshoot,
+            wire=wire,
+            exact_every=exact_every,
+            bounds_every=bounds_every,
+            on_nonfinite=on_nonfinite,
+        )
         self.numel = numel
         self.comm = comm or default_comm(group)
         self._engine = Engine(self.settings, self.comm, [Bucket(numel)])

@@ -1,4 +1,4 @@
-"""`Settings`: how a gradient is to be exchanged. Typed, frozen, checked where it is made."""
+"""`Settings`: how a gradient is exchanged. Typed, frozen, and checked when it is made."""
 
 from __future__ import annotations
 
@@ -23,10 +23,36 @@ OnNonfinite = Literal["skip", "raise", "deliver"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What every rank must have alike; the first step checks that they do."""
+    """How a gradient is exchanged. Every rank must have the same; the first step checks that."""
+
+    # what is exchanged, and how
 
     method: str = "oktopk"
     """A name of `oktopk.METHODS`."""
+
+    scope: Scope = "model"
+    """Select the k largest entries of the whole model, or of every bucket by itself."""
+
+    wire: Form = "bf16"
+    """How entries travel: `plain` (64 bits each), or with packed indices and values as `fp32`,
+    `bf16`, `fp16` or `int8`. What rounding takes off stays in the residual. float64 gradients, and
+    all gradients at density 1, travel plain."""
+
+    group_numel: int = 2**25
+    """Consecutive buckets are exchanged together until they have this many entries (`oktopk`).
+    Small groups hide more of the exchange behind backward; large ones need fewer messages."""
+
+    exact_every: int = 32
+    """Steps between exact thresholds over the whole model (`oktopk`; tau' of the paper)."""
+
+    bounds_every: int = 64
+    """Steps between updates of the region bounds (`oktopk`; tau of the paper)."""
+
+    on_nonfinite: OnNonfinite = "skip"
+    """When a rank has a NaN or Inf, all ranks skip the step (gradients of zero), raise, or deliver
+    NaN for a GradScaler to see."""
+
+    # the schedule
 
     density: float = 0.02
     """Fraction of the entries that is kept, in (0, 1]."""
@@ -37,45 +63,27 @@ class Settings:
     schedule: tuple[tuple[int, float], ...] = ()
     """(steps, density) pairs that follow the warm-up, before `density` holds for good."""
 
-    advance: float = 0.0
-    """Deliver this much more of every sum than was saved up, and owe it: what comes next mostly
-    goes on in the same direction, and would come late. 0 is plain error feedback. It fades with
-    (1 - density), so that at density 1 nothing is late and nothing is advanced. O(k)."""
+    # what suits the optimizer (`oktopk.optim.presets`)
 
-    beta1: float | None = None
-    """Cap on Adam's first beta in the sparse phase, for the parameters that travel sparse: what was
-    saved up is an average already, and a second one over it only delays. None, the default for
-    every optimizer, leaves it alone. Needs `attach(..., optimizer=...)`."""
+    overshoot: float = 0.0
+    """Deliver this much more of every sum than was accumulated, and take it off the residual. The
+    next gradients mostly point in the same direction and would arrive late. 0 is plain error
+    feedback. It fades with (1 - density), so that at density 1 nothing is overshot. O(k)."""
 
-    late_moments: bool = False
-    """Let Adam's second moment take an entry of `age` steps as that many small gradients, not as
-    one huge one. Needs `attach(..., optimizer=...)`. One read of n, one int32 per entry."""
+    max_beta1: float | None = None
+    """Upper limit for Adam's first beta in the sparse phase, for the parameters that travel sparse:
+    an accumulated sum is an average already, and a second average over it only delays. None leaves
+    beta1 alone. Needs `attach(..., optimizer=...)`."""
 
-    follow_rate: bool = False
-    """Scale what is owed when the learning rate changes, so that it moves the weights as it would
-    have. Needs `attach(..., optimizer=...)`, which turns it on for SGD alone: optimizers that
-    divide by what they have seen, or take a sign of it, are harmed by it."""
+    staleness_correction: bool = False
+    """Let Adam's second moment treat an entry that accumulated over `age` steps as that many small
+    gradients, not as one huge one. Needs `attach(..., optimizer=...)`. One read of n, and one int32
+    per entry."""
 
-    exact_every: int = 32
-    """Steps between exact thresholds over the whole model (`oktopk`; tau' of the paper)."""
-
-    bounds_every: int = 64
-    """Steps between agreements on the region bounds (`oktopk`; tau of the paper)."""
-
-    wire: Form = "bf16"
-    """How entries travel: `plain` (64 bits each), or with packed indices and values as `fp32`,
-    `bf16`, `fp16` or `int8`. What rounding takes off stays in the residual. float64 gradients, and
-    all at density 1, travel plain."""
-
-    group_numel: int = 2**25
-    """Consecutive buckets with at least so many entries are exchanged together (`oktopk`). Small
-    groups hide more of the exchange behind backward; large ones have fewer rounds and messages."""
-
-    scope: Scope = "model"
-    """Choose the k largest of the whole model, or of every bucket by itself."""
-
-    on_nonfinite: OnNonfinite = "skip"
-    """When a rank has a NaN or Inf, all ranks skip the step (zeros), raise, or deliver NaN."""
+    rescale_with_lr: bool = False
+    """Rescale the residual when the learning rate changes, so that it moves the weights as far as
+    it would have. Needs `attach(..., optimizer=...)`, which turns it on for SGD alone: optimizers
+    that divide by their own history, or take a sign, are harmed by it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or self.method not in METHODS:
@@ -86,14 +94,14 @@ class Settings:
             self._set(name, integer(name, getattr(self, name), least=lowest))
         self._set("density", _density(self.density))
         self._set("schedule", _schedule(self.schedule))
-        self._set("advance", number("advance", self.advance, "in [0, 1]"))
-        if not 0 <= self.advance <= 1:
-            raise ValueError(f"advance must be in [0, 1], got {self.advance}")
-        if self.beta1 is not None:
-            self._set("beta1", number("beta1", self.beta1, "in [0, 1), or None"))
-            if not 0 <= self.beta1 < 1:
-                raise ValueError(f"beta1 must be in [0, 1), or None, got {self.beta1}")
-        for name in ("late_moments", "follow_rate"):
+        self._set("overshoot", number("overshoot", self.overshoot, "in [0, 1]"))
+        if not 0 <= self.overshoot <= 1:
+            raise ValueError(f"overshoot must be in [0, 1], got {self.overshoot}")
+        if self.max_beta1 is not None:
+            self._set("max_beta1", number("max_beta1", self.max_beta1, "in [0, 1), or None"))
+            if not 0 <= self.max_beta1 < 1:
+                raise ValueError(f"max_beta1 must be in [0, 1), or None, got {self.max_beta1}")
+        for name in ("staleness_correction", "rescale_with_lr"):
             flag(name, getattr(self, name))
         for name, words in {"wire": Form, "scope": Scope, "on_nonfinite": OnNonfinite}.items():
             choice(name, getattr(self, name), get_args(words))
@@ -109,9 +117,9 @@ class Settings:
         """Sparse steps before `density` holds for good."""
         return sum(steps for steps, _ in self.schedule)
 
-    def advance_at(self, step: int) -> float:
-        """The advance of a sparse step."""
-        return self.advance * (1 - self.density_at(step))
+    def overshoot_at(self, step: int) -> float:
+        """The overshoot of a sparse step."""
+        return self.overshoot * (1 - self.density_at(step))
 
     def density_at(self, step: int) -> float:
         """The density of a sparse step."""

@@ -17,8 +17,8 @@ import oktopk
 from oktopk.adapters.ddp import communication_thread as exchanger_module
 from oktopk.adapters.ddp import validation
 from oktopk.adapters.ddp.bucket_tracker import SETTLED
-from oktopk.adapters.ddp.communication_thread import Arrived, Exchanger
-from oktopk.comm import communicator as comm_module
+from oktopk.adapters.ddp.communication_thread import CommunicationThread, ReadyBucket
+from oktopk.comm import torch_transport as comm_module
 from oktopk.comm.torch_transport import TorchTransport
 from oktopk.engine.step import Step
 from oktopk.errors import ExchangeError
@@ -143,9 +143,9 @@ def order_of_events(group, syncs: bool) -> list[str]:
     finally:
         validation.is_on_cuda = known
     events: list[str] = []
-    add_bucket, take = Step.add_bucket, handle._feed
+    add_bucket, take = Step.add_bucket, handle.driver.take
     Step.add_bucket = lambda *args: (events.append("exchanged"), add_bucket(*args))
-    handle._feed = lambda arrived: (events.append("arrived"), take(arrived))
+    handle.driver.take = lambda arrived: (events.append("arrived"), take(arrived))
     for _ in range(SETTLED + 2):
         events.clear()
         model(torch.randn(2, 600)).sum().backward()
@@ -216,25 +216,25 @@ class FakeCuda:
             self.notes.append("drained")
         return self.busy < 0
 
-    def bucket(self) -> Arrived:
+    def bucket(self) -> ReadyBucket:
         note = self.notes.append
         buffer = SimpleNamespace(
             device=torch.device("cpu"), is_cuda=True, record_stream=lambda _: note("recorded")
         )
-        return Arrived(0, buffer, [], True, SimpleNamespace())
+        return ReadyBucket(0, buffer, [], True, SimpleNamespace())
 
 
 class Taker:
     def __init__(self, notes: list[str]) -> None:
         self.notes, self.error = notes, None
 
-    def take(self, arrived: Arrived) -> None:
+    def take(self, arrived: ReadyBucket) -> None:
         self.notes.append("taken")
         if self.error is not None:
             raise self.error
 
 
-def outcome(exchanger: Exchanger, cuda: FakeCuda) -> list[str]:
+def outcome(exchanger: CommunicationThread, cuda: FakeCuda) -> list[str]:
     """What happened for one bucket, until its future was done."""
     exchanger.call(lambda: None)  # the thread has ended all that was before
     cuda.notes.clear()
@@ -250,7 +250,7 @@ def outcome(exchanger: Exchanger, cuda: FakeCuda) -> list[str]:
 def test_a_bucket_is_taken_on_the_side_stream_and_an_error_waits_for_it(monkeypatch):
     cuda = FakeCuda(monkeypatch)
     taker = Taker(cuda.notes)
-    exchanger = Exchanger(weakref.WeakMethod(taker.take))
+    exchanger = CommunicationThread(weakref.WeakMethod(taker.take))
     before = ["side waits for the bucket", "recorded", "on side", "taken"]
     first = outcome(exchanger, cuda)
     assert first[:5] == ["synchronize", *before] and "drained" not in first
@@ -267,7 +267,7 @@ def test_an_error_is_raised_though_the_side_stream_never_ends(monkeypatch, caplo
     cuda = FakeCuda(monkeypatch)
     taker = Taker(cuda.notes)
     taker.error, cuda.busy = RuntimeError("gone"), float("inf")
-    exchanger = Exchanger(weakref.WeakMethod(taker.take))
+    exchanger = CommunicationThread(weakref.WeakMethod(taker.take))
     assert "gone" in outcome(exchanger, cuda)[-1]
     assert "its stream is still busy" in caplog.text
     exchanger.close()

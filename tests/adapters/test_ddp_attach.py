@@ -18,7 +18,10 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import oktopk
 from idioms import IDIOMS, SPARSE, Net, batch, build, one_step, weights_of
 from oktopk.adapters.ddp import validation
+from oktopk.comm.communicator import Comm
 from oktopk.comm.consistency import agree_at, differences
+from oktopk.comm.simulated import alone
+from oktopk.comm.torch_transport import TorchTransport
 from oktopk.engine import buckets
 from oktopk.errors import ExchangeError
 from oktopk.settings import Settings
@@ -278,10 +281,10 @@ def test_more_entries_than_int32_can_index_are_refused(shapes, more, message):
         bucket_bytes_cap=25 * 2**20,
     )
     if message is None:
-        validation.refuse_size(model, Settings(**{"warmup_steps": 4, **more}))
+        validation.check_size(model, Settings(**{"warmup_steps": 4, **more}))
     else:
         with pytest.raises(ValueError, match=message):
-            validation.refuse_size(model, Settings(**{"warmup_steps": 4, **more}))
+            validation.check_size(model, Settings(**{"warmup_steps": 4, **more}))
 
 
 def by_bucket(group) -> bool:
@@ -403,3 +406,32 @@ def test_models_that_were_wrapped_in_other_ways(worlds, what):
             # on CPUs nobody waits for the all-reduce that DDP has delayed: those are torch's
             if not (what == "delay_all_reduce_named_params" and name.startswith("head")):
                 assert torch.equal(value, ranks[0][0][name]), name
+
+
+def over_another_communicator(group) -> tuple:
+    """Weights with and without a communicator of the user's, what it counted, and two refusals."""
+    weights = []
+    for comm in (None, Comm(TorchTransport(torch.distributed.new_group()))):
+        attached = SPARSE | {"comm": comm}
+        model, called, optimizer, handle = build(group, IDIOMS["plain"], 0, attached)
+        for step in range(6):
+            one_step(model, called, optimizer, IDIOMS["plain"], handle.comm.rank, step)
+        torch.distributed.barrier(group)
+        used, sent = handle.comm is comm, sum(t.sent for t in handle.comm.ledger.stages.values())
+        handle.close()
+        weights.append(weights_of(model))
+    said = []
+    for wrong in (print, alone()):
+        try:
+            build(group, IDIOMS["plain"], 0, SPARSE | {"comm": wrong})
+        except (TypeError, ValueError) as error:
+            said.append(str(error))
+    return weights, used, sent, said
+
+
+def test_attach_takes_any_communicator(worlds):
+    for (without, given), used, sent, said in worlds.run(2, over_another_communicator):
+        assert used and sent > 0
+        assert all(torch.equal(without[name], given[name]) for name in without)
+        assert said[0].startswith("comm must be an oktopk Comm")
+        assert "they must be the same" in said[1]

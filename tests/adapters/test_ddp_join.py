@@ -65,7 +65,7 @@ def uneven(group, attached: dict, find_unused: bool) -> dict:
         "given": flat(given),
         "residual": flat(residuals[name] for name, _ in model.module.named_parameters()),
         "weights": weights,
-        "has joined": handle.has_joined,
+        "has joined": handle.driver.has_joined,
     }
     epoch(model, optimizer, rank, 1)  # all are compared again
     found["steps"], found["weights later"] = handle.step, flat(model.parameters())
@@ -161,7 +161,7 @@ def adam_recipe(group) -> tuple:
         optimizer.load_state_dict(states[0])
         handle.load_state_dict(mine | {"arrived": states[1]})
     handle.close()
-    return flat(model.parameters()), handle.settings.late_moments, handle.step
+    return flat(model.parameters()), handle.settings.staleness_correction, handle.step
 
 
 def test_adam_after_a_join(worlds):

@@ -250,7 +250,7 @@ def states_while_rates_change(group) -> list[tuple[float, float]]:
         thread.join()
         handle.close()
     return [
-        (json.loads(state["facts"])["followed"]["rates"]["weight"], float(owed[-1, -1]))
+        (json.loads(state["facts"])["residual_scaling"]["rates"]["weight"], float(owed[-1, -1]))
         for state in seen
         if (owed := state["residuals"]["weight"])[-1, -1]
     ]
@@ -278,7 +278,7 @@ def frozen_base(group) -> tuple:
     state = handle.state_dict()
     handle.load_state_dict(state)
     handle.close()
-    return sorted(state["residuals"]), sorted(state["arrived"]), handle._engine.buckets.numel
+    return sorted(state["residuals"]), sorted(state["arrived"]), handle.driver.engine.buckets.numel
 
 
 def test_frozen_parameters_have_no_residual_and_no_key(worlds):

@@ -37,7 +37,7 @@ FACTS = {
         "group_states": [THRESHOLDS],
         "model_state": THRESHOLDS | {"local": None, "result": None, "bounds": None},
     },
-    "followed": {"rates": {"a": 0.1}, "peaks": {"a": 0.2}, "scale": None},
+    "residual_scaling": {"rates": {"a": 0.1}, "peaks": {"a": 0.2}, "scale": None},
 }
 
 
@@ -128,9 +128,15 @@ WRONG = {
     "a huge number": (changed(engine__step=10**400), "cannot be read"),
     "a negative number": (changed(engine__quotas=[-1]), "cannot be read"),
     "more skipped than taken": (changed(engine__skipped=8), "7 steps, 8 of them skipped"),
-    "bounds": (changed(engine__group_states=[THRESHOLDS | {"bounds": [0, 9]}]), "the region bounds"),
-    "a NaN threshold": (changed(engine__group_states=[THRESHOLDS | {"local": [float("nan"), 4.0]}]), ""),
-    "a rate": (changed(followed__rates={"a": -1.0}), "a learning rate or loss scale"),
+    "bounds": (
+        changed(engine__group_states=[THRESHOLDS | {"bounds": [0, 9]}]),
+        "the region bounds",
+    ),
+    "a NaN threshold": (
+        changed(engine__group_states=[THRESHOLDS | {"local": [float("nan"), 4.0]}]),
+        "",
+    ),
+    "a rate": (changed(residual_scaling__rates={"a": -1.0}), "a learning rate or loss scale"),
     "a layout": (changed(layout=[["a"]]), "do not hold each of its parameters once"),
     "sizes": (changed(engine__numels=[1, 2]), r"buckets in the state have \[5, 12\] entries"),
     "residuals of another type": (a_state() | {"residuals": [1]}, "must be tensors by name"),

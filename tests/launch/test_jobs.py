@@ -64,7 +64,10 @@ def test_the_slurm_job_starts_ranks_that_find_their_place(tmp_path):
         "  SLURM_STEP_TASKS_PER_NODE='4(x2)' SLURM_STEP_NODELIST='gpu[07-08]' SLURM_STEP_ID=0\n"
         'exec "$@"',
     )
-    code = "from oktopk.meeting import *; from oktopk.place import find_place; p = find_place()"
+    code = (
+        "from oktopk.launch.master_endpoint import *; "
+        "from oktopk.launch.rank_environment import find_place; p = find_place()"
+    )
     fake(
         tmp_path,
         "python",

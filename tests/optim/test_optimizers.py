@@ -25,11 +25,11 @@ from oktopk.optim.presets import (
     MOMENTUM,
     OTHER,
     QUANTISED,
-    remedies_for,
-    suited,
+    apply_preset,
+    preset_for,
 )
-from oktopk.optim.residual_scaling import Followed
-from oktopk.optim.staleness import LateMoments
+from oktopk.optim.residual_scaling import ResidualScaling
+from oktopk.optim.staleness import StalenessCorrection
 from oktopk.settings import Settings
 from optimizers import (
     Adam8bit,
@@ -74,11 +74,11 @@ KINDS = [
 @pytest.mark.parametrize(("kind", "expected"), KINDS)
 def test_an_optimizer_is_known_by_what_its_groups_have(kind, expected):
     optimizer = kind([torch.zeros(2, 2, requires_grad=True)])
-    assert remedies_for(optimizer) is expected
-    settings = suited(optimizer, Settings(), None, (), tells=False)
-    assert settings.follow_rate == (expected in (DESCENT, MOMENTUM))
-    assert settings.late_moments == (expected is ADAM)
-    assert settings.beta1 is None  # for nobody who did not ask
+    assert preset_for(optimizer) is expected
+    settings = apply_preset(Settings(), optimizer, {}, logs=False)
+    assert settings.rescale_with_lr == (expected in (DESCENT, MOMENTUM))
+    assert settings.staleness_correction == (expected is ADAM)
+    assert settings.max_beta1 is None  # for nobody who did not ask
 
 
 def test_what_wraps_an_optimizer_is_looked_through():
@@ -86,7 +86,7 @@ def test_what_wraps_an_optimizer_is_looked_through():
     wrapped = SimpleNamespace(optimizer=optimizer)  # Accelerate's
     scheduler = SimpleNamespace(scheduler=StepLR(optimizer, 1))
     for outer in (optimizer, wrapped, StepLR(optimizer, 1), scheduler):
-        assert Followed(outer).optimizer is optimizer
+        assert ResidualScaling(outer).optimizer is optimizer
 
 
 @contextmanager
@@ -138,7 +138,7 @@ def contained(group) -> tuple:
         scaler.scale(cross_entropy(model(x), y)).backward()
         scaler.step(optimizer)
         scaler.update()
-    found = handle.settings.on_nonfinite, handle.skipped_steps, handle._followed.scale
+    found = handle.settings.on_nonfinite, handle.skipped_steps, handle._scaling.loss_scale
     handle.close()
     return found, all(w.isfinite().all() for w in weights_of(model).values())
 
@@ -167,7 +167,7 @@ def sharded(group, kind: str, more: dict, num: int = 14) -> tuple[dict, dict]:
         optimizer = made(model.parameters(), lr=0.01, amsgrad=True)
     asked = {"density": 0.02, "warmup_steps": 3, "check_every": 5} | more
     handle = oktopk.attach(model, optimizer=optimizer, **asked)
-    assert handle.settings.late_moments
+    assert handle.settings.staleness_correction
     rank = torch.distributed.get_rank(group)
     for step in range(num):
         x, y = batch(rank, step)
@@ -179,7 +179,7 @@ def sharded(group, kind: str, more: dict, num: int = 14) -> tuple[dict, dict]:
     return weights_of(model), arrived
 
 
-@pytest.mark.parametrize("more", [{}, {"beta1": 0.3}, {"warmup_steps": 0, "ramp_steps": 0}])
+@pytest.mark.parametrize("more", [{}, {"max_beta1": 0.3}, {"warmup_steps": 0, "ramp_steps": 0}])
 def test_a_sharded_adam_and_a_kin_of_adam_train_as_adam_does(worlds, more):
     (weights, arrived), *_ = worlds.run(3, sharded, "adamw", more)
     others = worlds.run(3, sharded, "zero", more)
@@ -207,10 +207,10 @@ class Around:
         self.stats = SimpleNamespace(phase="dense", k=1, numel=9, step=-1, skipped=False)
         self.settings = Settings(**settings)
 
-    def attach(self, parameters=None) -> LateMoments:
+    def attach(self, parameters=None) -> StalenessCorrection:
         chosen = set(self.sparse if parameters is None else parameters)
         named = {f"p{i}": p for i, p in enumerate(self.sparse) if p in chosen}
-        return LateMoments(self.optimizer, named, self.settings, lambda: self.stats)
+        return StalenessCorrection(self.optimizer, named, self.settings, lambda: self.stats)
 
     def exchange(self, phase: str = "sparse") -> None:
         self.stats = SimpleNamespace(**vars(self.stats) | {"phase": phase})
@@ -245,7 +245,7 @@ ADAMS = {
 @pytest.mark.parametrize("name", ADAMS)
 def test_a_lowered_beta1_is_exact_and_only_for_what_travels_sparse(name):
     """As if the sparse parameters had a group of their own, whose beta1 falls when it begins."""
-    one = Around(ADAMS[name], beta1=0.3)
+    one = Around(ADAMS[name], max_beta1=0.3)
     one.attach()
     lowered = one.run(*PHASES)
     two = Around(ADAMS[name])
@@ -263,7 +263,7 @@ def test_a_beta1_in_a_tensor_is_lowered_too():
     betas = torch.tensor(0.9), torch.tensor(0.999)
     found = []
     for given in (betas, (0.9, 0.999)):
-        around = Around(lambda p: Adam(p, lr=0.1, betas=given, foreach=False), beta1=0.3)  # noqa: B023
+        around = Around(lambda p: Adam(p, lr=0.1, betas=given, foreach=False), max_beta1=0.3)  # noqa: B023
         around.attach()
         found.append(around.run(*PHASES))
         assert around.optimizer.param_groups[0]["betas"] == given
@@ -271,7 +271,7 @@ def test_a_beta1_in_a_tensor_is_lowered_too():
 
 
 def test_a_beta1_below_the_cap_stays():
-    plain, capped = (Around(lambda p: Adam(p, betas=(0.2, 0.99)), beta1=b) for b in (None, 0.3))
+    plain, capped = (Around(lambda p: Adam(p, betas=(0.2, 0.99)), max_beta1=b) for b in (None, 0.3))
     capped.attach()
     for ours, theirs in zip(capped.run(*PHASES), plain.run(*PHASES), strict=True):
         assert torch.equal(ours, theirs)
@@ -280,9 +280,9 @@ def test_a_beta1_below_the_cap_stays():
 def test_two_handles_over_one_optimizer_compose_and_restore():
     """As one handle over both models; when one is closed, the other goes on."""
     shapes = ((3, 4), (5, 2))
-    one = Around(AdamW, shapes, beta1=0.3, late_moments=True)
+    one = Around(AdamW, shapes, max_beta1=0.3, staleness_correction=True)
     one.attach()
-    two = Around(AdamW, shapes, beta1=0.3, late_moments=True)
+    two = Around(AdamW, shapes, max_beta1=0.3, staleness_correction=True)
     groups = two.optimizer.param_groups[:]
     first, second = (two.attach([p]) for p in two.sparse)
     for ours, theirs in zip(two.run(*PHASES), one.run(*PHASES), strict=True):
@@ -303,7 +303,7 @@ def shared(group) -> tuple:
         DistributedDataParallel(Net(), process_group=group, bucket_cap_mb=0.02) for _ in range(2)
     ]
     optimizer = AdamW([p for model in models for p in model.parameters()], lr=0.01)
-    asked = {"density": 0.02, "warmup_steps": 2, "beta1": 0.3}
+    asked = {"density": 0.02, "warmup_steps": 2, "max_beta1": 0.3}
     handles = [oktopk.attach(model, optimizer=optimizer, **asked) for model in models]
     seen = []
     optimizer.register_step_post_hook(lambda *_: seen.append(optimizer.param_groups[0]["betas"]))
@@ -337,7 +337,7 @@ def interrupted(around: Around) -> None:
 
 
 def test_after_an_interrupt_between_the_hooks_all_is_restored():
-    around = Around(AdamW, ((3, 4), (5, 2)), beta1=0.3, late_moments=True)
+    around = Around(AdamW, ((3, 4), (5, 2)), max_beta1=0.3, staleness_correction=True)
     for p in around.sparse:
         around.attach([p])
     around.run(*PHASES)
@@ -355,7 +355,7 @@ def test_after_an_interrupt_between_the_hooks_all_is_restored():
 
 
 def test_hooks_of_the_user_see_and_save_their_own_beta1_and_the_real_moments():
-    around = Around(AdamW, beta1=0.3, late_moments=True)
+    around = Around(AdamW, max_beta1=0.3, staleness_correction=True)
     saved = []
 
     def save(optimizer, *_):
@@ -377,7 +377,7 @@ def test_hooks_of_the_user_see_and_save_their_own_beta1_and_the_real_moments():
 
 def test_a_pre_hook_that_came_later_is_obeyed_from_its_second_step_on():
     """A clip in a pre-hook must be what the moments are corrected by."""
-    around = Around(AdamW, late_moments=True)
+    around = Around(AdamW, staleness_correction=True)
     around.attach()
     order = []
     around.run("dense", "dense")
@@ -393,7 +393,7 @@ def test_a_pre_hook_that_came_later_is_obeyed_from_its_second_step_on():
 
 def test_a_step_that_calls_its_parents_is_one_step_and_may_count_in_its_group():
     """The hooks run for both."""
-    settings = {"late_moments": True, "beta1": 0.3}
+    settings = {"staleness_correction": True, "max_beta1": 0.3}
     around, plain = Around(FusedAdam, **settings), Around(AdamW, **settings)
     for each in (around, plain):
         each.attach()
@@ -405,7 +405,7 @@ def test_a_step_that_calls_its_parents_is_one_step_and_may_count_in_its_group():
 def test_what_has_no_first_moment_keeps_its_beta1():
     found = []
     for beta1 in (0.3, None):
-        around = Around(lambda p: AdamWScheduleFree(p, **BETAS, eps=1e-8), beta1=beta1)
+        around = Around(lambda p: AdamWScheduleFree(p, **BETAS, eps=1e-8), max_beta1=beta1)
         around.attach()
         found.append(around.run(*PHASES))
         assert around.optimizer.param_groups[0]["k"] == 5
@@ -420,14 +420,14 @@ def test_what_cannot_be_corrected_is_left_alone_and_said_once(kind):
     def make(p):
         return kind(p, **BETAS, eps=1e-8)
 
-    around, plain = Around(make, late_moments=True), Around(make)
+    around, plain = Around(make, staleness_correction=True), Around(make)
     moments = around.attach()
     with logged() as lines:
         ours = around.run(*PHASES)
     for mine, theirs in zip(ours, plain.run(*PHASES), strict=True):
         assert torch.equal(mine, theirs)
     (said,) = [text for level, text in lines if level == "WARNING"]
-    assert said.startswith(f"{kind.__name__}: late_moments cannot correct it")
+    assert said.startswith(f"{kind.__name__}: its second moments cannot be corrected")
     assert (moments.state_dict()["p0"] == -2).all()  # nothing is known of arrivals
 
 
@@ -439,7 +439,7 @@ def test_a_kin_of_adam_is_corrected_after_one_step_that_shows_its_rule(kind, dty
         "kin": lambda p: FusedAdam(p, amsgrad=True),
         "l2": lambda p: AdamL2(p, weight_decay=1e-3),
     }[kind]
-    around, plain = Around(make, dtype=dtype, late_moments=True), Around(make, dtype=dtype)
+    around, plain = Around(make, dtype=dtype, staleness_correction=True), Around(make, dtype=dtype)
     moments = around.attach()
     with logged() as lines:
         around.run(*PHASES)
@@ -456,12 +456,12 @@ def test_a_resumed_run_of_another_class_has_the_same_bits(kind, stop):
     def make(p):
         return kind(p, betas=(0.9, 0.99), eps=1e-8)
 
-    straight = Around(make, late_moments=True)
+    straight = Around(make, staleness_correction=True)
     straight.attach()
-    first = Around(make, late_moments=True)
+    first = Around(make, staleness_correction=True)
     before = first.attach()
     first.run(*PHASES[:stop])
-    again = Around(make, late_moments=True)
+    again = Around(make, staleness_correction=True)
     after = again.attach()
     for new, old in zip((*again.sparse, *again.dense), (*first.sparse, *first.dense), strict=True):
         new.data.copy_(old.data)
@@ -496,7 +496,9 @@ def test_the_host_waits_as_often_for_many_parameters_as_for_one(monkeypatch, mor
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: copied.append(x) or tolist(x))
     waits = {}
     for num in (1, 12):
-        around = Around(lambda p: AdamW(p, **more), [(3, 4)] * num, late_moments=True, beta1=0.3)
+        around = Around(
+            lambda p: AdamW(p, **more), [(3, 4)] * num, staleness_correction=True, max_beta1=0.3
+        )
         moments = around.attach()
         around.run(*PHASES)
         if more.get("fused"):
@@ -512,7 +514,7 @@ def test_the_host_waits_as_often_for_many_parameters_as_for_one(monkeypatch, mor
 
 
 def test_a_step_that_a_fused_optimizer_skips_for_its_scaler_changes_nothing():
-    around = Around(lambda p: AdamW(p, fused=True), late_moments=True)
+    around = Around(lambda p: AdamW(p, fused=True), staleness_correction=True)
     moments = around.attach()
     around.run(*PHASES)
     square = around.optimizer.state[around.sparse[0]]["exp_avg_sq"]

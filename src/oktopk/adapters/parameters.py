@@ -1,4 +1,4 @@
-"""`Named`: the parameters DDP exchanges, by name, and where they lie in flat buckets."""
+"""`ParameterLayout`: the parameters DDP exchanges, by name, and where they lie in its buckets."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from oktopk.adapters.ddp.communication_thread import Arrived
+from oktopk.adapters.ddp.communication_thread import ReadyBucket
 from oktopk.adapters.policy import Policy
 from oktopk.engine.buckets import Bucket, Layout
 from oktopk.engine.saved_state import clean_name
 
 
-class Named:
+class ParameterLayout:
     """Names outlive a layout: DDP rebuilds its buckets, and a resumed run may cut others."""
 
     def __init__(self, model: DistributedDataParallel, policy: Policy) -> None:
@@ -33,19 +33,19 @@ class Named:
         """Names of the parameters that are not trained."""
         return [name for name in self._names.values() if name not in self.parameters]
 
-    def layout_of(self, buckets: list[Arrived]) -> Layout:
-        for arrived in buckets:
-            for parameter in arrived.parameters:  # one that was frozen after DDP had taken it on
+    def layout_of(self, buckets: list[ReadyBucket]) -> Layout:
+        for ready in buckets:
+            for parameter in ready.parameters:  # one that was frozen after DDP had taken it on
                 self.parameters.setdefault(self._names[parameter], parameter)
-        return [[self._names[p] for p in arrived.parameters] for arrived in buckets]
+        return [[self._names[p] for p in ready.parameters] for ready in buckets]
 
-    def check_sizes(self, buckets: list[Arrived], layout: Layout) -> None:
+    def check_sizes(self, buckets: list[ReadyBucket], layout: Layout) -> None:
         """Raise where a bucket of DDP's is not as large as its parameters: all would be misread."""
-        for arrived, names in zip(buckets, layout, strict=True):
+        for ready, names in zip(buckets, layout, strict=True):
             numel = sum(self.parameters[name].numel() for name in names)
-            if arrived.buffer.numel() != numel:
+            if ready.buffer.numel() != numel:
                 raise ValueError(
-                    f"DDP's bucket {arrived.index} has {arrived.buffer.numel()} elements, and its "
+                    f"DDP's bucket {ready.index} has {ready.buffer.numel()} elements, and its "
                     f"parameters have {numel}: {names}; is one of them complex?"
                 )
 
@@ -69,22 +69,22 @@ class Named:
             for name, part in self._parts(flat, names).items()
         }
 
-    def staged(self, buckets: list[Arrived], layout: Layout) -> list[Tensor]:
+    def copies(self, buckets: list[ReadyBucket], layout: Layout) -> list[Tensor]:
         """A copy of DDP's gradients in the order of another layout."""
         parts = self._gradients(buckets)
         return [torch.cat([parts[name] for name in names]) for names in layout]
 
-    def unstage(self, staged: list[Tensor], buckets: list[Arrived], layout: Layout) -> None:
-        """Copy what was staged back into DDP's buckets."""
+    def copy_back(self, copies: list[Tensor], buckets: list[ReadyBucket], layout: Layout) -> None:
+        """Copy the averages from the copies back into DDP's buckets."""
         parts = self._gradients(buckets)
-        for names, grad in zip(layout, staged, strict=True):
+        for names, grad in zip(layout, copies, strict=True):
             for name, part in self._parts(grad, names).items():
                 parts[name].copy_(part)
 
-    def _gradients(self, buckets: list[Arrived]) -> dict[str, Tensor]:
+    def _gradients(self, buckets: list[ReadyBucket]) -> dict[str, Tensor]:
         parts = {}
-        for arrived, names in zip(buckets, self.layout_of(buckets), strict=True):
-            parts |= self._parts(arrived.buffer, names)
+        for ready, names in zip(buckets, self.layout_of(buckets), strict=True):
+            parts |= self._parts(ready.buffer, names)
         return parts
 
     def _parts(self, flat: Tensor, names: list[str]) -> dict[str, Tensor]:

@@ -64,7 +64,7 @@ def make_plan(settings: Settings, step: int, buckets: Buckets, quotas: list[int]
         )
     # at density 1 every entry arrives in every step: then it arrives unrounded
     codec: Form = "plain" if density == 1 else settings.wire
-    overshoot = settings.advance_at(step)
+    overshoot = settings.overshoot_at(step)
     return StepPlan(step, "sparse", density, k, codec, overshoot, groups, whole_model)
 
 

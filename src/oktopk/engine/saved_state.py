@@ -55,7 +55,7 @@ class SavedEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SavedRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Learning rates and loss scale of the last step (`followed.Followed`)."""
+    """Learning rates and loss scale of the last step (`optim.residual_scaling`)."""
 
     rates: dict[str, float]
     peaks: dict[str, float]
@@ -75,7 +75,7 @@ class SavedFacts(msgspec.Struct, frozen=True, kw_only=True):
     layout: Layout
     settled_layout: Layout
     engine: SavedEngine
-    followed: SavedRates
+    residual_scaling: SavedRates
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +193,8 @@ def _check_numbers(facts: SavedFacts) -> None:
     if facts.rank >= facts.world_size:
         raise StateError(f"the state is of rank {facts.rank} of {facts.world_size}")
     _check_engine(facts.engine, facts.world_size)
-    rates = (*facts.followed.rates.values(), *facts.followed.peaks.values())
-    if not all(0 <= rate < float("inf") for rate in (*rates, facts.followed.scale or 1.0)):
+    rates = (*facts.residual_scaling.rates.values(), *facts.residual_scaling.peaks.values())
+    if not all(0 <= rate < float("inf") for rate in (*rates, facts.residual_scaling.scale or 1.0)):
         raise StateError("a learning rate or loss scale in the state is no positive number")
 
 

@@ -11,6 +11,7 @@ from oktopk import kernels
 from oktopk.comm.communicator import Comm
 from oktopk.methods import METHODS
 from oktopk.methods.cost_model import KernelSpeed, Link, Work
+from oktopk.utils.device import to_device
 
 MEGABYTE = 2**20
 
@@ -87,5 +88,5 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _slowest(taken: list[float], comm: Comm, device: torch.device) -> list[float]:
-    mine = torch.tensor(taken, dtype=torch.float64, device=device)
+    mine = to_device(taken, torch.float64, device)
     return comm.all_gather(mine, stage="probe").amax(0).tolist()

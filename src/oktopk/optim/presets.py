@@ -1,14 +1,14 @@
-"""What keeps the accuracy, by optimizer: measured in docs/experiments.md.
+"""Presets: settings that keep the accuracy, by optimizer. docs/experiments.md has measurements.
 
-Error feedback loses nothing, but delivers late. How much that costs, and what helps, depends on
-what the optimizer does with a sum that comes late and large.
+Error feedback loses nothing, but it delivers late. How much that costs, and what helps, depends on
+what the optimizer does with a sum that arrives late and large.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.optim import SGD, Adamax
@@ -23,39 +23,44 @@ log = logging.getLogger("oktopk")
 RAMP = 2  # ramp steps for every warm-up step
 
 
-@dataclass(frozen=True, slots=True)
-class Remedies:
-    """Fields of `Settings` that suit an optimizer, and why."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """What suits an optimizer, and why. The fields are those of `Settings`."""
 
     why: str
-    fields: dict[str, Any] = field(default_factory=dict)
+    overshoot: float = 0.0
+    staleness_correction: bool = False
+    rescale_with_lr: bool = False
 
 
-ADAM = Remedies("a late sum is many gradients, not a huge one", {"late_moments": True})
-MOMENTUM = Remedies(
-    "what follows a late sum mostly goes the same way", {"advance": 0.3, "follow_rate": True}
+FIELDS = ("overshoot", "staleness_correction", "rescale_with_lr")
+
+ADAM = Preset(why="a late sum is many gradients, not a huge one", staleness_correction=True)
+MOMENTUM = Preset(
+    why="what follows a late sum mostly goes the same way", overshoot=0.3, rescale_with_lr=True
 )
-DESCENT = Remedies("SGD without momentum takes late sums as they are", {"follow_rate": True})
-QUANTISED = Remedies("its second moments are quantised and cannot be corrected")
-OTHER = Remedies("it is neither SGD nor known to keep Adam's moments")
-PLAIN = {"late_moments": False, "beta1": None, "advance": 0.0, "follow_rate": False}
-"""The same fields for plain error feedback."""
+DESCENT = Preset(why="SGD without momentum takes late sums as they are", rescale_with_lr=True)
+QUANTISED = Preset(why="its second moments are quantised and cannot be corrected")
+OTHER = Preset(why="it is neither SGD nor known to keep Adam's moments")
+NONE = (QUANTISED, OTHER)
+"""Presets that set nothing: rank 0 warns, since the run may learn worse than it could."""
 
 NOT_DONE = {
-    "late_moments": "its moments take a late sum as one gradient",
-    "follow_rate": "residuals are not scaled with the learning rate",
+    "staleness_correction": "its moments take a late sum as one gradient",
+    "rescale_with_lr": "residuals are not scaled with the learning rate",
 }
-"""What `PLAIN` leaves undone, for optimizers that have no preset."""
+"""What plain error feedback leaves undone, for optimizers without a preset."""
 
 LOW_BITS = ("8bit", "4bit", "fp8")
 """In the names of classes that quantise their state, with or without an underscore."""
 
 
-def remedies_for(optimizer: Any) -> Remedies:
-    """What is best for this optimizer at a few percent, by what its parameter groups have.
+def preset_for(optimizer: Any) -> Preset:
+    """The preset of an optimizer, by what its parameter groups contain.
 
-    All ranks must come to the same, so it does not depend on the state: that is empty before the
-    first step, and of a sharded optimizer every rank has another. `LateMoments` looks at it later.
+    All ranks must get the same one, so it does not depend on the optimizer's state: that is empty
+    before the first step, and differs between ranks if the optimizer is sharded.
+    `StalenessCorrection` checks the state later.
     """
     local = local_optimizer(optimizer)
     groups = local.param_groups
@@ -84,32 +89,33 @@ def _has_sgds_keys(group: dict[str, Any]) -> bool:
     return {"momentum", "dampening"} <= set(group) and not {"eps", "betas"} & set(group)
 
 
-def suited(
-    optimizer: Any,
-    settings: Settings,
-    ramp_steps: int | None,
-    given: Collection[str],
-    *,
-    tells: bool,
+def apply_preset(
+    settings: Settings, optimizer: Any, chosen: Mapping[str, Any], *, logs: bool
 ) -> Settings:
-    """The settings with what suits the optimizer, but for what was `given` by hand."""
+    """The settings with the preset of the optimizer, except for fields that the user has `chosen`.
+
+    `logs` is whether this rank logs the outcome for all of them.
+    """
+    if settings.method == "dense" or optimizer is None:
+        return settings
+    preset = preset_for(optimizer)
+    picked = {name: getattr(preset, name) for name in FIELDS if name not in chosen}
+    settings = replace(settings, **picked)
+    if logs and settings.density < 1:
+        level = logging.WARNING if preset in NONE else logging.INFO
+        log.log(level, "%s", _described(optimizer, settings, preset))
+    return settings
+
+
+def schedule_after_warmup(
+    settings: Settings, optimizer: Any, ramp_steps: int | None
+) -> tuple[tuple[int, float], ...]:
+    """The density falls from 25 % over `ramp_steps`: by default twice the warm-up, if there is an
+    optimizer whose moments need the time."""
     if ramp_steps is None:
         ramp_steps = RAMP * settings.warmup_steps if optimizer is not None else 0
     ramp_steps = integer("ramp_steps", ramp_steps, least=0)
-    if settings.method == "dense":
-        return settings
-    if "schedule" not in given:
-        settings = replace(settings, schedule=ramp(ramp_steps, settings.density))
-    if optimizer is None:
-        return settings
-    remedies = remedies_for(optimizer)
-    picked = {name: value for name, value in remedies.fields.items() if name not in given}
-    settings = replace(settings, **picked)
-    if tells and settings.density < 1:
-        # without a preset that is no news but a warning: the run may learn worse than it could
-        level = logging.INFO if remedies.fields else logging.WARNING
-        log.log(level, "%s", _described(optimizer, settings, remedies))
-    return settings
+    return () if settings.method == "dense" else ramp(ramp_steps, settings.density)
 
 
 def warn_if_short(settings: Settings, total_steps: int) -> None:
@@ -130,15 +136,22 @@ def warn_if_short(settings: Settings, total_steps: int) -> None:
         )
 
 
-def _described(optimizer: Any, settings: Settings, remedies: Remedies) -> str:
-    """One line for people: what holds for this optimizer, why, and how the density comes down."""
-    holds = {name: getattr(settings, name) for name in PLAIN}
-    parts = [f"{name}={value}" for name, value in holds.items() if value != PLAIN[name]]
-    what = ", ".join(parts) or "plain error feedback"
-    because = remedies.why if holds == PLAIN | remedies.fields else "as asked"
-    if not remedies.fields:
-        undone = [text for name, text in NOT_DONE.items() if holds[name] == PLAIN[name]]
-        because = ": ".join(filter(None, [remedies.why, ", ".join(undone)]))
+def _described(optimizer: Any, settings: Settings, preset: Preset) -> str:
+    """One line for the log: what is set for this optimizer, why, and how the density falls."""
+    plain = Preset(why="")
+    differs = {
+        name: value for name in FIELDS if (value := getattr(settings, name)) != getattr(plain, name)
+    }
+    if settings.max_beta1 is not None:
+        differs["max_beta1"] = settings.max_beta1
+    what = ", ".join(f"{name}={value}" for name, value in differs.items()) or "plain error feedback"
+    as_preset = settings.max_beta1 is None and all(
+        getattr(settings, name) == getattr(preset, name) for name in FIELDS
+    )
+    because = preset.why if as_preset else "as asked"
+    if preset in NONE:
+        undone = [text for name, text in NOT_DONE.items() if name not in differs]
+        because = ": ".join(filter(None, [preset.why, ", ".join(undone)]))
     falls = f"density {settings.density:g} after {settings.warmup_steps} dense steps"
     if settings.schedule:
         falls += f" and {settings.falling_steps} in which it comes down from 25 %"

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 LOWEST = 0.1  # of the highest rate: the lowest that residuals follow
 
 
-class Followed:
+class ResidualScaling:
     """The rates and the scale of the last step; residuals are corrected when they change.
 
     A gradient that was kept back under rate a and is applied under rate b must weigh a/b as much to
@@ -43,11 +43,11 @@ class Followed:
         return self._scaler is not None
 
     @property
-    def scale(self) -> float:
+    def loss_scale(self) -> float:
         """The present loss scale; 1 without one."""
         return self._scaler.get_scale() if self._scaler else 1.0
 
-    def rate_factors(self, parameters: dict[str, Tensor]) -> dict[str, float]:
+    def lr_factors(self, parameters: dict[str, Tensor]) -> dict[str, float]:
         """By how much what is owed to each parameter must grow; empty when no rate changed."""
         present = self._present_rates(parameters)
         for name, rate in present.items():
@@ -66,7 +66,7 @@ class Followed:
         self._rates |= rates
         return factors
 
-    def scale_factor(self) -> float:
+    def loss_scale_factor(self) -> float:
         """By how much gradients have grown with the loss scale; 1 when it did not change."""
         before, self._scale = self._scale, self._scaler.get_scale() if self._scaler else None
         return self._scale / before if self._scale and before else 1.0

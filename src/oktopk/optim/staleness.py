@@ -60,7 +60,7 @@ class Moment(NamedTuple):
     beta: float
 
 
-class LateMoments:
+class StalenessCorrection:
     """What is done around the optimizer's step. Outside of it the optimizer is as the user made it.
 
     Of an optimizer that is sharded over the ranks, each rank corrects the moments of its own shard,
@@ -74,18 +74,18 @@ class LateMoments:
         settings: Settings,
         last: Last,
         *,
-        tells: bool = True,
+        logs: bool = True,
     ) -> None:
         """`parameters` are those that travel sparse, by name: the others never come late.
 
-        `tells` is whether this rank logs for all of them.
+        `logs` is whether this rank logs for all of them.
         """
         self._optimizer = optimizer
         self._local = local_optimizer(optimizer)
         self._parameters = parameters
         self._settings = settings
         self._last = last
-        self._tells = tells
+        self._logs = logs
         self._arrived: dict[str, Tensor] = {}
         # whether Adam's rule holds; what is not torch's own must show it in its first sparse step
         self._trusted: bool | None = True if type(self._local) in KNOWN else None
@@ -93,7 +93,7 @@ class LateMoments:
         # moments, whether places count as stored, places, what they were and what they will be
         self._due: list[tuple[Tensor, bool, Tensor, Tensor, Tensor]] = []
         self._hooks: StepHooks | None = None
-        if settings.late_moments or settings.beta1 is not None:
+        if settings.staleness_correction or settings.max_beta1 is not None:
             _refuse_others(self._local)
             self._hooks = StepHooks.join(self._local, self)
 
@@ -108,7 +108,7 @@ class LateMoments:
 
         int32; NEVER where the sparse phase has not begun.
         """
-        if not self._settings.late_moments:
+        if not self._settings.staleness_correction:
             return {}
         return {
             name: self._arrived[name].clone()
@@ -141,7 +141,7 @@ class LateMoments:
             return {}
         if stats.phase == "dense" or stats.k == stats.numel:  # nothing was held back
             return {}
-        if self._settings.late_moments and self._trusted is not False:
+        if self._settings.staleness_correction and self._trusted is not False:
             self._take_in(stats.step)
         return self._caps()
 
@@ -161,7 +161,7 @@ class LateMoments:
 
     def _caps(self) -> dict[int, float]:
         """Beta1 for what has a first moment, or no state yet."""
-        most = self._settings.beta1
+        most = self._settings.max_beta1
         if most is None:
             return {}
         states = [(p, self._local.state.get(p)) for p in self._parameters.values()]
@@ -224,9 +224,9 @@ class LateMoments:
     def _give_up(self, why: str) -> None:
         """Late sums reach this optimizer as they are from now on."""
         self._trusted, self._arrived = False, {}
-        if self._tells:
+        if self._logs:
             log.warning(
-                "%s: late_moments cannot correct it (%s): from here on plain error feedback",
+                "%s: its second moments cannot be corrected (%s): plain error feedback from now on",
                 type(self._local).__name__,
                 why,
             )
@@ -254,6 +254,6 @@ def _refuse_others(optimizer: Any) -> None:
     known = hasattr(optimizer, "register_step_pre_hook")
     if not known or any("betas" not in group for group in optimizer.param_groups):
         raise TypeError(
-            "late_moments and beta1 are for Adam and its kin, given as attach(..., optimizer=...); "
-            f"this is {type(optimizer).__name__}"
+            "staleness_correction and max_beta1 are for Adam and its kin, given as "
+            f"attach(..., optimizer=...); this is {type(optimizer).__name__}"
         )

@@ -63,11 +63,11 @@ class Probe:
         if stats.phase == "dense" or self._owed is None:
             return None
         owed = self._flat(self._handle.residuals)
-        self._follow(self._handle.rate_factors)
+        self._follow(self._handle.driver.lr_factors)
         sums = torch.stack([owed, owed - self._owed])
         acc, grad = self._comm.all_reduce_(sums, stage="probe") / self._comm.size + applied
         # what is applied is so much more than what was selected, and is owed
-        selected = applied / (1 + self._handle.settings.advance_at(stats.step))
+        selected = applied / (1 + self._handle.settings.overshoot_at(stats.step))
         found = judge(acc, grad, selected, stats.k - self._num_dense)
         ages = self._ages(owed, stats.step)
         seconds = time.perf_counter() - started

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -19,8 +19,9 @@ from oktopk.adapters.ddp.handle import Handle
 from oktopk.comm.communicator import Comm
 from oktopk.errors import RunError
 from oktopk.launch.local_workers import Place
-from oktopk.optim.presets import PLAIN
+from oktopk.optim.presets import FIELDS
 from oktopk.runlog.totals import Totals
+from oktopk.settings import Scope
 from oktopk.train.all_or_raise import same_data, together
 from oktopk.train.config import Config
 from oktopk.train.data.features import Spectra, open_spectra
@@ -33,6 +34,7 @@ from oktopk.train.data.manifest import (
 from oktopk.train.data.speak import speak
 from oktopk.train.models.lstman4 import Lstman4
 from oktopk.train.probe import Probe
+from oktopk.wire.codec import Form
 
 log = logging.getLogger("oktopk")
 
@@ -161,13 +163,14 @@ def make_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
 
 def remedies(config: Config) -> dict[str, Any]:
     """What the config says of remedies; the rest is as suits the optimizer."""
-    chosen: dict[str, Any] = dict(PLAIN) if config.remedies == "none" else {}
-    for name in ("beta1", "advance"):
+    chosen: dict[str, Any] = dict.fromkeys(FIELDS, False) if config.remedies == "none" else {}
+    for name, option in {"beta1": "max_beta1", "advance": "overshoot"}.items():
         if getattr(config, name) != -1:
-            chosen[name] = getattr(config, name)
-    for name in ("late_moments", "follow_rate"):
+            chosen[option] = getattr(config, name)
+    switches = {"late_moments": "staleness_correction", "follow_rate": "rescale_with_lr"}
+    for name, option in switches.items():
         if getattr(config, name) != "remedies":
-            chosen[name] = getattr(config, name) == "on"
+            chosen[option] = getattr(config, name) == "on"
     return chosen
 
 
@@ -218,12 +221,12 @@ def set_up(config: Config, comm: Comm, device: torch.device, place: Place) -> Ru
         optimizer=optimizer,
         method=config.method,
         density=config.density,
-        wire=config.wire,
+        wire=cast(Form, config.wire),
         warmup_steps=config.warmup_steps,
         ramp_steps=config.ramp_steps,
         exact_every=config.exact_every,
         bounds_every=config.bounds_every,
-        scope=config.scope,
+        scope=cast(Scope, config.scope),
         **remedies(config),
         clip_before=config.clip_before or None,
         total_steps=total if comm.rank == 0 else None,

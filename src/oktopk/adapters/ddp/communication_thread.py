@@ -34,7 +34,7 @@ CLOSED = "the handle of this model was closed: attach it again"
 
 
 @dataclass(slots=True)
-class Arrived:
+class ReadyBucket:
     """A bucket DDP has filled."""
 
     index: int
@@ -51,7 +51,7 @@ class Arrived:
         return tuple(id(parameter) for parameter in self.parameters)
 
 
-class Exchanger:
+class CommunicationThread:
     """One daemon thread per model. `take` is called with every bucket, in order, while it lives.
 
     All futures of a step are completed together, after its last bucket: DDP waits for all of them
@@ -59,9 +59,11 @@ class Exchanger:
     error, so backward raises it; every later step fails at once with the same error.
     """
 
-    def __init__(self, take: weakref.WeakMethod[Callable[[Arrived], None]]) -> None:
+    def __init__(self, take: weakref.WeakMethod[Callable[[ReadyBucket], None]]) -> None:
         self._take = take
-        self._queue: queue.SimpleQueue[tuple[Arrived | Callable, Any] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[ReadyBucket | Callable, Any] | None] = (
+            queue.SimpleQueue()
+        )
         self.failure: Exception | None = None
         """What ended the exchange for good; None while it is well."""
 
@@ -69,7 +71,7 @@ class Exchanger:
         self._thread = threading.Thread(target=self._run, name="oktopk-exchange", daemon=True)
         self._thread.start()
 
-    def submit(self, arrived: Arrived) -> torch.futures.Future[Tensor]:
+    def submit(self, arrived: ReadyBucket) -> torch.futures.Future[Tensor]:
         """Queue a bucket; the future has its averaged gradient. Returns at once."""
         device = arrived.buffer.device
         done: torch.futures.Future[Any] = torch.futures.Future(
@@ -111,10 +113,10 @@ class Exchanger:
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        pending: list[tuple[Arrived, Any]] = []
+        pending: list[tuple[ReadyBucket, Any]] = []
         while (item := self._queue.get()) is not None:
             arrived, done = item
-            if not isinstance(arrived, Arrived):
+            if not isinstance(arrived, ReadyBucket):
                 self._answer(arrived, done)
                 continue
             pending.append((arrived, done))
@@ -139,12 +141,12 @@ class Exchanger:
             if (item := self._queue.get()) is not None:
                 asked, done = item
                 closed = RuntimeError(CLOSED)
-                if isinstance(asked, Arrived):
+                if isinstance(asked, ReadyBucket):
                     done.set_result(closed)
                 else:
                     done.set_exception(closed)
 
-    def _attempt(self, arrived: Arrived) -> Exception | None:
+    def _attempt(self, arrived: ReadyBucket) -> Exception | None:
         """Take a bucket; the error to raise in backward, on the user's thread."""
         take = self._take()
         if self.failure is None and take is not None:
@@ -156,7 +158,7 @@ class Exchanger:
                 self.failure = _as_exception(error)
         return self.failure
 
-    def _stream(self, arrived: Arrived) -> Any:
+    def _stream(self, arrived: ReadyBucket) -> Any:
         if arrived.ready is None:
             return nullcontext()
         device = arrived.buffer.device

@@ -25,7 +25,7 @@ class HookState:
         """
         model = self._model()
         if model is None or not model._join_config.enable:
-            self.handle.joined = False
+            self.handle.driver.joined = False
             return
         if not getattr(model, "_divide_by_initial_world_size", True):
             raise ValueError(
@@ -33,8 +33,8 @@ class HookState:
                 "the ranks that have joined are still delivered, so averages are over all ranks; "
                 "use join(), or give every rank as many batches as the others"
             )
-        self.handle.joined = torch._C._current_graph_task_id() < 0  # no backward here
-        self.handle.has_joined = self.handle.has_joined or self.handle.joined
+        self.handle.driver.joined = torch._C._current_graph_task_id() < 0  # no backward here
+        self.handle.driver.has_joined = self.handle.driver.has_joined or self.handle.driver.joined
 
 
 def attached_to(model: DistributedDataParallel) -> HookState | None:

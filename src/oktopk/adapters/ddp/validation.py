@@ -1,4 +1,4 @@
-"""What `attach` refuses at once, by name, before a rank waits for another."""
+"""Checks of the arguments of `attach`, before a rank waits for another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oktopk.utils.arguments import number
 MOST_SECONDS = 10**7  # about four months: larger ones overflow in the C++ of the process group
 
 
-def refuse_misuse(model: object) -> None:
+def check_model(model: object) -> None:
     """Raise TypeError or ValueError for a model that cannot work, naming what is in the way."""
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
@@ -31,17 +31,17 @@ def refuse_misuse(model: object) -> None:
     _refuse_unordered(model)
 
 
-def seconds(timeout: Any) -> float:
+def time_limit(timeout: Any) -> float:
     """A time limit."""
-    number_of = number("timeout", timeout, "more than 0 seconds")
-    if not 0 < number_of <= MOST_SECONDS:
+    limit = number("timeout", timeout, "more than 0 seconds")
+    if not 0 < limit <= MOST_SECONDS:
         raise ValueError(
             f"timeout must be more than 0 seconds and at most {MOST_SECONDS}, got {timeout}"
         )
-    return number_of
+    return limit
 
 
-def norm_or_none(clip_before: Any) -> float | None:
+def clip_norm(clip_before: Any) -> float | None:
     """A norm to clip to; None is not to clip."""
     if clip_before is None:
         return None
@@ -51,7 +51,7 @@ def norm_or_none(clip_before: Any) -> float | None:
     return norm
 
 
-def refuse_size(model: DistributedDataParallel, settings: Settings) -> None:
+def check_size(model: DistributedDataParallel, settings: Settings) -> None:
     """Raise ValueError where more entries are selected together than int32 can index."""
     if settings.method == "dense":  # it has no indices
         return

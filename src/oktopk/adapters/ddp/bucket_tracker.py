@@ -1,9 +1,9 @@
 """`BucketTracker`: in which layout a step is exchanged, while DDP rebuilds its buckets.
 
-DDP rebuilds its buckets once, in the order in which gradients came: after its first backward pass,
-with a static graph after its second. Where a gradient lies in a buffer decides in which order the
-ranks' values are added (a ring starts elsewhere), and so the last bits of the sum. A run that
-is resumed has a new DDP, which starts from its first buckets again. It still has to exchange
+DDP rebuilds its buckets once, in the order in which gradients arrived: after its first backward
+pass, or after its second with a static graph. Where a gradient lies in a buffer decides in which
+order the ranks' values are added (a ring starts elsewhere), and so the last bits of the sum. A run
+that is resumed has a new DDP, which starts from its first buckets again. It still has to exchange
 every step in the layout that the uninterrupted run had in that step. Hence three rules:
 
 | step of the run | layout |
@@ -19,11 +19,44 @@ within its first `SETTLED` steps: none of its processes may have seen what DDP s
 
 from __future__ import annotations
 
+from enum import Enum, auto
+
 from oktopk.engine.buckets import Layout
 
-REBUILT = 3  # backward passes of a DDP, of which the last has the final buckets in every mode
-SETTLED = REBUILT + 1  # so a run resumed before REBUILT steps has seen that many when it is due
-STEADY = 2  # equal steps after which DDP is taken to stay with its buckets
+SETTLED = 4
+"""Steps of a run before DDP's final layout is used. DDP has its final buckets in its third backward
+pass in every mode; a run that is resumed in an earlier step has had a third pass by then, too."""
+
+
+class Seen(Enum):
+    """What the backward passes so far have shown of DDP's buckets."""
+
+    NOTHING = auto()
+    ONCE = auto()
+    TWICE = auto()
+    """Two passes with the same buckets: with a static graph DDP may still rebuild them."""
+
+    REBUILT = auto()
+    """Other buckets than in the pass before. DDP rebuilds once, so these are the final ones."""
+
+    REBUILT_TWICE = auto()
+    """The rebuilt buckets in a second pass."""
+
+    STEADY = auto()
+    """The same buckets in three passes: DDP keeps them."""
+
+
+TRANSITIONS: dict[Seen, tuple[Seen, Seen]] = {
+    # state: (after a pass with the same buckets, after a pass with other buckets)
+    Seen.NOTHING: (Seen.ONCE, Seen.ONCE),
+    Seen.ONCE: (Seen.TWICE, Seen.REBUILT),
+    Seen.TWICE: (Seen.STEADY, Seen.REBUILT),
+    Seen.REBUILT: (Seen.REBUILT_TWICE, Seen.REBUILT),
+    Seen.REBUILT_TWICE: (Seen.STEADY, Seen.REBUILT),
+    Seen.STEADY: (Seen.STEADY, Seen.REBUILT),
+}
+
+FINAL = (Seen.REBUILT, Seen.REBUILT_TWICE, Seen.STEADY)
 
 
 class BucketTracker:
@@ -33,14 +66,13 @@ class BucketTracker:
         self.settled: Layout = []
         """What DDP settled on, in this process or in the one that saved; empty when not known."""
 
-        self._seen: Layout = []
-        self._num_seen = 0  # backward passes; REBUILT at once when DDP is seen to rebuild
-        self._num_equal = 0
+        self.seen = Seen.NOTHING
+        self._last: Layout = []
 
     @property
     def is_steady(self) -> bool:
-        """Whether DDP has stayed with its buckets for some steps."""
-        return self._num_equal >= STEADY
+        """Whether DDP keeps its buckets, so that each can be exchanged as it arrives."""
+        return self.seen is Seen.STEADY
 
     def restart(self, settled: Layout) -> None:
         """Begin again, with what a state dict says that DDP will settle on."""
@@ -49,12 +81,11 @@ class BucketTracker:
 
     def observe(self, step: int, current: Layout, ddp: Layout) -> Layout:
         """The layout of this step, where the last step had `current` and DDP now has `ddp`."""
-        self._num_equal = self._num_equal + 1 if ddp == self._seen else 0
-        self._num_seen = REBUILT if self._seen and ddp != self._seen else self._num_seen + 1
-        self._seen = ddp
+        same, other = TRANSITIONS[self.seen]
+        self.seen, self._last = same if ddp == self._last else other, ddp
         # DDP may settle on other buckets than those that were saved, as after a change of their
         # size: then a resumed run cannot have the same bits, but it can have the speed
-        if self._num_seen >= REBUILT and (not self.settled or self.is_steady):
+        if self.seen in FINAL and (not self.settled or self.is_steady):
             self.settled = ddp
         if step >= SETTLED and self.settled:
             return self.settled

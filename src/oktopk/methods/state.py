@@ -26,6 +26,11 @@ class ThresholdEstimate:
         """The threshold that `ratio * k` entries should reach."""
         return self.threshold * ratio ** (-1 / self.slope)
 
+    def grid(self, num: int, ratio: float) -> list[float]:
+        """Ascending thresholds around this one, whose counts should differ by `ratio` each."""
+        steps = [ratio ** (num / 2 - i) for i in range(num)]
+        return [self.threshold * step ** (-1 / self.slope) for step in steps]
+
     def scaled(self, factor: float) -> ThresholdEstimate:
         """The estimate after all entries were multiplied by `factor`."""
         return ThresholdEstimate(self.threshold * factor, self.slope)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from oktopk.adapters.ddp.communication_thread import ReadyBucket
+from oktopk.adapters.ddp.connect import agree_by_store, connect, fastest_method, model_facts
 from oktopk.adapters.ddp.driver import DriverOptions, OnStep, StepDriver
 from oktopk.adapters.ddp.handle import Handle
 from oktopk.adapters.ddp.hook import HookState, attached_to
@@ -28,25 +29,17 @@ from oktopk.adapters.ddp.validation import (
     check_model,
     check_size,
     clip_norm,
-    is_on_cuda,
     may_overlap,
     time_limit,
 )
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.adapters.policy import Policy
 from oktopk.comm.communicator import Comm
-from oktopk.comm.consistency import PROTOCOL, agree_at
-from oktopk.comm.failure_detector import RollCall, patience_of, present
-from oktopk.comm.process_groups import own_transport
-from oktopk.comm.torch_transport import TorchTransport
 from oktopk.methods import METHODS
-from oktopk.methods.cost_model import Work, entry_bits
-from oktopk.methods.prediction import cheapest, probe_kernels, probe_link
 from oktopk.optim.presets import apply_preset, schedule_after_warmup, warn_if_short
 from oktopk.optim.residual_scaling import ResidualScaling
-from oktopk.settings import OnNonfinite, Scope, Settings, num_kept
+from oktopk.settings import OnNonfinite, Scope, Settings
 from oktopk.utils.arguments import choice, integer, shown
-from oktopk.version import __version__
 from oktopk.wire.codec import Form
 
 log = logging.getLogger("oktopk")
@@ -120,16 +113,9 @@ def attach(
         comm: exchange over this communicator instead of a new process group of the model's ranks.
     """
     check_model(model)
-    timeout, clip_before = time_limit(timeout), clip_norm(clip_before)
-    check_every = integer("check_every", check_every, least=0)
+    _check_types(model, policy=policy, on_step=on_step, comm=comm)
+    timeout = time_limit(timeout)
     choice("method", method, (*METHODS, "auto"))
-    if total_steps is not None:
-        total_steps = integer("total_steps", total_steps, least=1)
-    if policy is not None and not isinstance(policy, Policy):
-        raise TypeError(f"policy must be an oktopk.Policy, got {shown(policy)}")
-    if on_step is not None and not callable(on_step):
-        raise TypeError(f"on_step must be a function of a StepStats, got {shown(on_step)}")
-    _check_comm(comm, model)
     scaling = ResidualScaling(optimizer, scaler)
     if on_nonfinite is None:
         on_nonfinite = "deliver" if scaling.has_scaler else "skip"
@@ -153,54 +139,94 @@ def attach(
         on_nonfinite=on_nonfinite,
         **chosen,
     )
-    is_first = dist.get_rank(model.process_group) == 0
     if schedule is None:
         after_warmup = schedule_after_warmup(settings, scaling.optimizer, ramp_steps)
         settings = replace(settings, schedule=after_warmup)
+    is_first = dist.get_rank(model.process_group) == 0
     settings = apply_preset(settings, scaling.optimizer, chosen, logs=is_first)
-    if is_first and total_steps is not None and method != "dense":
-        warn_if_short(settings, total_steps)
+    _check_total_steps(settings, total_steps, method, logs=is_first)
     check_size(model, settings)
-    parameters = ParameterLayout(model, policy or Policy())
-    facts = asdict(settings) | {
-        "method": method,
-        "clip_before": clip_before,
-        "timeout": timeout,
-        "check_every": check_every,
-        "optimizer": type(scaling.optimizer).__name__,
-        "scaler": scaler is not None,
+    options = DriverOptions(
+        clip_before=clip_norm(clip_before),
+        check_every=integer("check_every", check_every, least=0),
+        overlaps=may_overlap(model),
+    )
+    job = _Job(model, ParameterLayout(model, policy or Policy()), scaling, timeout, method)
+    return _start(job, settings, options, on_step, comm)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What `attach` was called with, apart from the settings."""
+
+    model: DistributedDataParallel
+    parameters: ParameterLayout
+    scaling: ResidualScaling
+    timeout: float
+    method: str
+    """As asked: it may be `auto`."""
+
+
+def _start(
+    job: _Job,
+    settings: Settings,
+    options: DriverOptions,
+    on_step: OnStep | None,
+    comm: Comm | None,
+) -> Handle:
+    """Compare with the other ranks, connect, and register the hook."""
+    agree = partial(agree_by_store, job.model.process_group, job.timeout)
+    arguments = asdict(settings) | {
+        "method": job.method,
+        "clip_before": options.clip_before,
+        "check_every": options.check_every,
+        "timeout": job.timeout,
+        "optimizer": type(job.scaling.optimizer).__name__,
+        "scaler": job.scaling.has_scaler,
         "comm": comm is not None,
     }
-    agree = partial(_agree, model.process_group, timeout)
-    place = agree(facts | _facts(model, parameters), "attach", "oktopk.attach")
-    options = DriverOptions(
-        clip_before=clip_before, check_every=check_every, overlaps=may_overlap(model)
-    )
+    place = agree(arguments | model_facts(job.model, job.parameters), "attach", "oktopk.attach")
 
     def agree_to_load(facts: dict[str, Any], step: int) -> None:
         agree(facts, "load_state_dict", f"{place}.step-{step}")
 
     with ExitStack() as undo:  # nothing is left behind where one of these fails
-        own, failure_detector = _connect(model, timeout, comm, undo)
-        if method == "auto":
-            settings = replace(settings, method=_fastest_method(model, settings, own))
-        driver = StepDriver(settings, own, parameters, scaling, options, on_step)
+        own, failure_detector = connect(job.model, job.timeout, comm, undo)
+        if job.method == "auto":
+            settings = replace(settings, method=fastest_method(job.model, settings, own))
+        driver = StepDriver(settings, own, job.parameters, job.scaling, options, on_step)
         handle = Handle(
             driver,
             own,
             failure_detector,
-            parameters,
-            scaling,
+            job.parameters,
+            job.scaling,
             agree_to_load=agree_to_load,
-            method_is_auto=method == "auto",
+            method_is_auto=job.method == "auto",
         )
         undo.callback(handle.close)
-        _install(model, handle)
+        _install(job.model, handle)
         undo.pop_all()
     return handle
 
 
-def _check_comm(comm: Comm | None, model: DistributedDataParallel) -> None:
+def _check_total_steps(
+    settings: Settings, total_steps: int | None, method: str, *, logs: bool
+) -> None:
+    if total_steps is None:
+        return
+    total_steps = integer("total_steps", total_steps, least=1)
+    if logs and method != "dense":
+        warn_if_short(settings, total_steps)
+
+
+def _check_types(
+    model: DistributedDataParallel, *, policy: object, on_step: object, comm: object
+) -> None:
+    if policy is not None and not isinstance(policy, Policy):
+        raise TypeError(f"policy must be an oktopk.Policy, got {shown(policy)}")
+    if on_step is not None and not callable(on_step):
+        raise TypeError(f"on_step must be a function of a StepStats, got {shown(on_step)}")
     if comm is None:
         return
     if not isinstance(comm, Comm):
@@ -211,88 +237,6 @@ def _check_comm(comm: Comm | None, model: DistributedDataParallel) -> None:
             f"comm has rank {comm.rank} of {comm.size}, and the model's process group has rank "
             f"{rank} of {size}: they must be the same"
         )
-
-
-def _facts(model: DistributedDataParallel, layout: ParameterLayout) -> dict[str, Any]:
-    """What must be the same on every rank besides the arguments: versions, group, parameters."""
-    facts: dict[str, Any] = {
-        "oktopk": __version__,
-        "protocol": PROTOCOL,
-        "world size": dist.get_world_size(model.process_group),
-        "backend": dist.get_backend_config(model.process_group),
-        "find_unused_parameters": model.find_unused_parameters,
-        "static_graph": model.static_graph,
-        "bucket_cap_mb": model.bucket_bytes_cap / 2**20,
-        "order of parameters": " ".join(layout.parameters),
-    }
-    for name, p in layout.parameters.items():
-        travels = "dense" if layout.is_dense(name) else "sparse"
-        facts[f"parameter {name!r}"] = f"{list(p.shape)} {p.dtype} {p.device.type} {travels}"
-    return facts
-
-
-def _agree(group: Any, timeout: float, facts: dict[str, Any], call: str, place: str) -> str:
-    """Compare what all ranks are about to do, before any collective: ranks that differ abort."""
-    transport = TorchTransport(group)
-    return agree_at(transport.store, transport.rank, transport.size, timeout, facts, call, place)
-
-
-def _fastest_method(model: DistributedDataParallel, settings: Settings, comm: Comm) -> str:
-    """The method with the shortest exchange by measured network and kernels, the same on all ranks.
-
-    One choice for the model: its groups are alike in size, or there is only one.
-    """
-    device = next(model.parameters()).device
-    numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    link, speed = probe_link(comm, device), probe_kernels(comm, device)
-    wide = any(p.dtype == torch.float64 for p in model.parameters())
-    bits = 96.0 if wide else entry_bits(settings.wire, settings.density)
-    kept, value_bytes = num_kept(numel, settings.density), 8 if wide else 4
-    times = cheapest(Work(numel, kept, comm.size, bits, value_bytes), link, speed)
-    best = next(iter(times))
-    if comm.rank == 0:
-        predicted = ", ".join(f"{name} {1e3 * taken:.0f} ms" for name, taken in times.items())
-        log.info(
-            "auto: %s (predicted for an exchange: %s; latency %.2f ms, %.0f Mbit/s per rank)",
-            best,
-            predicted,
-            1e3 * link.latency,
-            8e-6 * link.bandwidth,
-        )
-    return best
-
-
-def _connect(
-    model: DistributedDataParallel, timeout: float, comm: Comm | None, undo: ExitStack
-) -> tuple[Comm, RollCall]:
-    """The communicator, over a new group of the model's ranks unless one is given, and the failure
-    detector.
-
-    With a group of its own, no collective of DDP's or the user's mixes with those of the exchange.
-    For a model of only some ranks, the others need not take part; but torch then asks that its
-    ranks have made the same groups before.
-    """
-    group = model.process_group
-    ranks = dist.get_process_group_ranks(group)
-    if comm is None:
-        transport = own_transport(
-            ranks,
-            timeout,
-            on_cuda=is_on_cuda(model),
-            backend=dist.get_backend(group),
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
-        )
-        undo.callback(transport.close)
-        comm = Comm(transport)
-        store = transport.store
-    else:
-        store = TorchTransport(group).store
-    if (of_job := present()) is not None and ranks == list(range(dist.get_world_size())):
-        failure_detector = of_job.share()
-    else:
-        failure_detector = RollCall(store(), comm.rank, comm.size, patience_of(timeout))
-    undo.callback(failure_detector.close)
-    return comm, failure_detector
 
 
 def _install(model: DistributedDataParallel, handle: Handle) -> None:

@@ -76,8 +76,7 @@ def _by_grid(
     comm: Comm,
 ) -> Kept | None:
     """Take the threshold of the grid whose count is nearest k; None if none is within 10 %."""
-    middle = GRID_SIZE / 2
-    thresholds = [estimate.at(GRID_RATIO ** (middle - i)) for i in range(GRID_SIZE)]  # ascending
+    thresholds = estimate.grid(GRID_SIZE, GRID_RATIO)
     num_reaching = kernels.count_reaching(region.values, thresholds)
     header = torch.cat([num_reaching, num_reaching.new_full((1,), num_sent)])
     table = to_host(*comm.all_gather(header, stage="counts"))

@@ -109,7 +109,7 @@ class Reducer:
 
     @property
     def residual(self) -> Tensor:
-        """What this rank still owes: fp32 (float64 for float64 gradients), zero before any step."""
+        """This rank's residual: fp32 (float64 for float64 gradients), zero before any step."""
         residual = self._engine.residual
         return torch.zeros(self.numel) if residual is None else residual
 
@@ -117,7 +117,7 @@ class Reducer:
         """Replace `grad` by the average over ranks, the same bits on all. Blocks.
 
         Every rank must call it with the same size and dtype; the first call checks that together.
-        After an error what is owed is as before the call, and `grad` holds nothing of use.
+        After an error the residual is as before the call, and the content of `grad` is undefined.
         """
         if not isinstance(grad, Tensor):
             raise TypeError(f"rank {self.comm.rank}: expected a tensor, got {type(grad).__name__}")

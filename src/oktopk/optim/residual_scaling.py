@@ -1,4 +1,4 @@
-"""What a residual must follow: the learning rate it was saved up under, and the loss scale."""
+"""`ResidualScaling`: the residual is rescaled when the learning rate or the loss scale changes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ LOWEST = 0.1  # of the highest rate: the lowest that residuals follow
 
 
 class ResidualScaling:
-    """The rates and the scale of the last step; residuals are corrected when they change.
+    """The learning rates and the loss scale of the last step, and the factors when they change.
 
-    A gradient that was kept back under rate a and is applied under rate b must weigh a/b as much to
-    move the weights as it would have. That is exact for plain SGD; momentum carries some of it on
-    to later, larger rates, so residuals grow to no more than they would under a tenth of the
-    highest rate there was. One that was kept back under loss scale a and is unscaled by b must be
-    b/a as large.
+    A gradient that entered the residual under learning rate a and is applied under rate b must
+    weigh a/b as much to move the weights as far as it would have. That is exact for plain SGD.
+    Momentum carries some of it to later, larger rates, so rates below a tenth of the highest one
+    are treated as that tenth. A gradient that entered under loss scale a and is unscaled by b must
+    be b/a as large.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class ResidualScaling:
         return self._scaler.get_scale() if self._scaler else 1.0
 
     def lr_factors(self, parameters: dict[str, Tensor]) -> dict[str, float]:
-        """By how much what is owed to each parameter must grow; empty when no rate changed."""
+        """By parameter, the factor for its residual; empty when no learning rate changed."""
         present = self._present_rates(parameters)
         for name, rate in present.items():
             self._peaks[name] = max(rate, self._peaks.get(name, 0.0))
-        # a rate of zero applies nothing: what is owed stays owed at the last rate that did
+        # a rate of zero applies nothing: the residual stays at the scale of the last rate that did
         rates = {
             name: max(rate, LOWEST * self._peaks[name])
             for name, rate in present.items()
@@ -67,7 +67,7 @@ class ResidualScaling:
         return factors
 
     def loss_scale_factor(self) -> float:
-        """By how much gradients have grown with the loss scale; 1 when it did not change."""
+        """The factor by which gradients grew with the loss scale; 1 when it did not change."""
         before, self._scale = self._scale, self._scaler.get_scale() if self._scaler else None
         return self._scale / before if self._scale and before else 1.0
 

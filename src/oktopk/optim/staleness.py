@@ -1,9 +1,9 @@
-"""What Adam must know of gradients that come late and large.
+"""`StalenessCorrection`: Adam's moments for gradients that accumulated before they arrived.
 
-An entry that was saved up for `age` steps arrives as one sum S. Adam would add S^2 to its second
-moment, though the gradients it stands for were small: that slows the entries that matter down by up
-to the root of their age. And Adam's first moment would average over ten steps what is an average
-over many steps already: `beta1` lowers that for those who ask for it.
+An entry that accumulated for `age` steps arrives as one sum S. Adam would add S^2 to its second
+moment, though each of the gradients in S was small. That slows the entries that matter down by up
+to the square root of their age. Besides, Adam's first moment averages over ten steps what is an
+average over many steps already; `Settings.max_beta1` lowers that if the user asks for it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from oktopk.stats import StepStats
 
 log = logging.getLogger("oktopk")
 
-# A sum of `age` gradients g has the square age^2 g^2 if they all point one way, age g^2 if they are
-# noise. Nobody can tell from one sum; this is half-way.
+# A sum of `age` gradients g has the square age^2 g^2 if they all point in one direction, age g^2 if
+# they are noise. One sum does not tell which; this is half-way.
 EXPONENT = 1.5
 NEVER = -2  # steps; a first step has -1 before it
 
@@ -61,10 +61,10 @@ class Moment(NamedTuple):
 
 
 class StalenessCorrection:
-    """What is done around the optimizer's step. Outside of it the optimizer is as the user made it.
+    """Corrects Adam's moments around `optimizer.step()`; outside of it they are the user's.
 
     Of an optimizer that is sharded over the ranks, each rank corrects the moments of its own shard,
-    but all know when the entries of every parameter arrived.
+    but every rank knows when the entries of every parameter last arrived.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StalenessCorrection:
         *,
         logs: bool = True,
     ) -> None:
-        """`parameters` are those that travel sparse, by name: the others never come late.
+        """`parameters` are those that travel sparse, by name: the others never arrive late.
 
         `logs` is whether this rank logs for all of them.
         """
@@ -135,14 +135,14 @@ class StalenessCorrection:
         return self._last()
 
     def before_step(self) -> dict[int, float]:
-        """Ready the second moments; the largest beta1 by the id of a parameter."""
+        """Correct the second moments; return the limits of beta1 by the id of a parameter."""
         stats = self._last()
         if stats is None or stats.skipped:
             return {}
         if stats.phase == "dense" or stats.k == stats.numel:  # nothing was held back
             return {}
         if self._settings.staleness_correction and self._trusted is not False:
-            self._take_in(stats.step)
+            self._correct_moments(stats.step)
         return self._caps()
 
     def after_step(self) -> None:
@@ -160,14 +160,14 @@ class StalenessCorrection:
         self._due, self._check = [], None
 
     def _caps(self) -> dict[int, float]:
-        """Beta1 for what has a first moment, or no state yet."""
+        """The limit of beta1 for each parameter that has a first moment, or no state yet."""
         most = self._settings.max_beta1
         if most is None:
             return {}
         states = [(p, self._local.state.get(p)) for p in self._parameters.values()]
         return {id(p): most for p, state in states if not state or any(n in state for n in FIRST)}
 
-    def _take_in(self, step: int) -> None:
+    def _correct_moments(self, step: int) -> None:
         """Correct the second moments for what arrives now. One read of n, then O(k)."""
         betas, late = beta2s(self._local), []
         owned = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
@@ -197,7 +197,7 @@ class StalenessCorrection:
                 self._check.add(moment.square, moment.grad, moment.beta)
 
     def _correct(self, moments: list[Moment], step: int) -> None:
-        """Lower the second moments of what is late now, and note what to set after the step."""
+        """Lower the second moments of late entries now, and record what to set after the step."""
         device = moments[0].grad.device
         orders = [stored_alike(*(x for x in m if isinstance(x, Tensor))) for m in moments]
         late = [
@@ -222,7 +222,7 @@ class StalenessCorrection:
                 self._due.append((m.peak, as_stored, where, most, most.maximum(after)))
 
     def _give_up(self, why: str) -> None:
-        """Late sums reach this optimizer as they are from now on."""
+        """Stop correcting: this optimizer's moments are not what they seemed."""
         self._trusted, self._arrived = False, {}
         if self._logs:
             log.warning(

@@ -1,4 +1,4 @@
-"""The thread behind `attach`: takes buckets in order, answers when the step is done.
+"""The communication thread: takes buckets in order, completes their futures when the step is done.
 
 On CUDA it works on a stream of its own (docs/cuda.md). That stream waits for the event of each
 bucket, so it runs behind all that the stream of backward had queued when the bucket was filled; and
@@ -55,8 +55,8 @@ class CommunicationThread:
     """One daemon thread per model. `take` is called with every bucket, in order, while it lives.
 
     All futures of a step are completed together, after its last bucket: DDP waits for all of them
-    anyway, and until then a step can still be undone. When `take` raises, the futures carry the
-    error, so backward raises it; every later step fails at once with the same error.
+    anyway, and until then a step can still be rolled back. When `take` raises, the futures carry
+    the error, so backward raises it; every later step fails at once with the same error.
     """
 
     def __init__(self, take: weakref.WeakMethod[Callable[[ReadyBucket], None]]) -> None:
@@ -152,7 +152,7 @@ class CommunicationThread:
         if self.failure is None and take is not None:
             try:
                 take(arrived)
-            except NonfiniteError as error:  # the step was undone: the next may be well
+            except NonfiniteError as error:  # the step was rolled back: the next may succeed
                 return error
             except BaseException as error:  # noqa: BLE001 - sys.exit() too: it would end no process
                 self.failure = _as_exception(error)

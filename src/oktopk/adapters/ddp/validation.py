@@ -151,7 +151,7 @@ def is_on_cuda(model: nn.Module) -> bool:
 
 
 def may_overlap(model: nn.Module) -> bool:
-    """Whether buckets may be exchanged while backward goes on.
+    """Whether buckets may be exchanged while backward continues.
 
     NCCL asks that all ranks run the operations of several communicators in one order
     (docs/cuda.md). SyncBatchNorm has operations of its own in backward: then ours must wait for the

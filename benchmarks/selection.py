@@ -111,7 +111,10 @@ def exchange_rows(x: Tensor, grad: Tensor, k: int) -> list[Row]:
     reduced, residual = grad.clone(), x.clone()
     return [
         Row("merge", lambda: kernels.merge(indices, values, splits, 0, hi)),
-        Row("settle_", lambda: kernels.settle_(reduced, residual, result, local, NUM_PARTS)),
+        Row(
+            "apply_result_",
+            lambda: kernels.apply_result_(reduced, residual, result, local, NUM_PARTS),
+        ),
     ]
 
 

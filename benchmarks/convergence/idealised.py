@@ -149,8 +149,8 @@ class Run:
         if "moments" in self.has:
             beta = self.optimizer.param_groups[0]["betas"][1]
             share, now = shares(beta, step + 2, mean.device), self._moments()
-            late = kernels.Late(mean, now, self.arrived, share, beta)
-            ((where, _, after),) = kernels.take_late([late], step)
+            late = kernels.SecondMoment(mean, now, self.arrived, share, beta)
+            ((where, _, after),) = kernels.correct_second_moments_([late], step)
             self._set_moments(now)
             self.due = where, after
         self.arrived[mean != 0] = step

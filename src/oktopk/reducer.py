@@ -20,7 +20,7 @@ from oktopk.engine.engine import Engine
 from oktopk.settings import OnNonfinite, Settings
 from oktopk.stats import Phase, StepStats
 from oktopk.utils.arguments import integer, shown
-from oktopk.wire.codec import Form
+from oktopk.wire.codec import CodecName
 
 
 def default_comm(group: dist.ProcessGroup | None = None) -> Comm:
@@ -58,7 +58,7 @@ class Reducer:
         warmup_steps: int = 0,
         schedule: tuple[tuple[int, float], ...] = (),
         overshoot: float = 0.0,
-        wire: Form = "bf16",
+        wire: CodecName = "bf16",
         exact_every: int = 32,
         bounds_every: int = 64,
         on_nonfinite: OnNonfinite = "skip",

@@ -15,7 +15,7 @@ from oktopk.utils.arguments import (
     number,
     shown,
 )
-from oktopk.wire.codec import Form
+from oktopk.wire.codec import CodecName
 
 Scope = Literal["model", "bucket"]
 OnNonfinite = Literal["skip", "raise", "deliver"]
@@ -33,7 +33,7 @@ class Settings:
     scope: Scope = "model"
     """Select the k largest entries of the whole model, or of every bucket by itself."""
 
-    wire: Form = "bf16"
+    wire: CodecName = "bf16"
     """How entries travel: `plain` (64 bits each), or with packed indices and values as `fp32`,
     `bf16`, `fp16` or `int8`. What rounding takes off stays in the residual. float64 gradients, and
     all gradients at density 1, travel plain."""
@@ -103,7 +103,7 @@ class Settings:
                 raise ValueError(f"max_beta1 must be in [0, 1), or None, got {self.max_beta1}")
         for name in ("staleness_correction", "rescale_with_lr"):
             flag(name, getattr(self, name))
-        for name, words in {"wire": Form, "scope": Scope, "on_nonfinite": OnNonfinite}.items():
+        for name, words in {"wire": CodecName, "scope": Scope, "on_nonfinite": OnNonfinite}.items():
             choice(name, getattr(self, name), get_args(words))
 
     def _set(self, name: str, value: object) -> None:

@@ -58,7 +58,7 @@ class Waits(TorchDispatchMode):
 @pytest.fixture
 def any_device(monkeypatch):
     """The kernels for any device, and `tolist`, which no dispatch mode sees, counted."""
-    monkeypatch.setattr(kernels, "form", lambda device_type: reference)
+    monkeypatch.setattr(kernels, "backend_for", lambda device_type: reference)
     tolist = torch.Tensor.tolist
 
     def counted(x):

@@ -30,12 +30,12 @@ def warm_kernels() -> None:
         kernels.accumulate_select(x, x, x.clone(), 5.0, 300)
         kernels.all_finite(x)
         kernels.merge(local.indices, local.values, [local.num], 0, x.numel())
-        kernels.settle_(x.clone(), x, local, local, 2)
-        kernels.count_reaching(x, [3.0])
+        kernels.apply_result_(x.clone(), x, local, local, 2)
+        kernels.count_at_least(x, [3.0])
         kernels.trim(kernels.select(x, 5.0, 300)[0], 5.0, 30)
     low, high = torch.empty(1, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
-    kernels.encode_indices(torch.tensor([3, 9], dtype=torch.int32), 0, 3, low, high)
-    kernels.decode_indices(low, high, 0, 3, torch.empty(2, dtype=torch.int32))
+    kernels.encode_elias_fano(torch.tensor([3, 9], dtype=torch.int32), 0, 3, low, high)
+    kernels.decode_elias_fano(low, high, 0, 3, torch.empty(2, dtype=torch.int32))
 
 
 @cache
@@ -55,14 +55,14 @@ def forkserver():
 def threads(num: int):
     """So many torch threads for the calling thread, all of which the kernels use, even for a vector
     of a few entries: at its real value of `SPAN` they need millions."""
-    span, before = kernels.SPAN, torch.get_num_threads()
-    kernels.SPAN = 1
+    span, before = kernels.threads.MIN_VALUES, torch.get_num_threads()
+    kernels.threads.MIN_VALUES = 1
     torch.set_num_threads(num)
     try:
-        assert len(kernels.spans(torch.empty(2 * num))) == num
+        assert len(kernels.thread_slices(torch.empty(2 * num))) == num
         yield
     finally:
-        kernels.SPAN = span
+        kernels.threads.MIN_VALUES = span
         torch.set_num_threads(before)
 
 

@@ -31,7 +31,7 @@ NOT_FINITE = [float("nan"), float("inf"), float("-inf")]
 
 def found_by(num: int, residuals, grads, most: int) -> tuple[Candidates, list]:
     """The candidates of all parts with `num` threads, and the sums of residual and gradient."""
-    room = most + kernels.SLACK
+    room = most + kernels.SPARE_SLOTS
     values = torch.empty(room, dtype=residuals[0].dtype)
     found = Candidates(LOW, most, (torch.empty(room, dtype=torch.int32), values))
     sums = [torch.empty_like(x) for x in residuals]
@@ -108,7 +108,7 @@ def test_candidates_beyond_the_room_are_counted_only(name, most, dtype):
 
 
 def test_threads_without_compiled_kernels(monkeypatch):
-    monkeypatch.setattr(kernels, "form", lambda device_type: reference)
+    monkeypatch.setattr(kernels, "backend_for", lambda device_type: reference)
     grad = torch.randn(2000, generator=torch.Generator().manual_seed(1))
     for most in (0, 300, 2000):
         assert_threads_find_the_same([grad / 2, grad[:7]], [grad.flip(0), grad[7:14]], most)
@@ -116,12 +116,12 @@ def test_threads_without_compiled_kernels(monkeypatch):
 
 def test_a_bucket_of_real_size_with_two_threads():
     """At the second sparse step acc is larger, so that far more than k reach the last threshold."""
-    numel, before = 2 * kernels.SPAN + 7, torch.get_num_threads()
+    numel, before = 2 * kernels.threads.MIN_VALUES + 7, torch.get_num_threads()
     done = {}
     try:
         for num in (1, 2):
             torch.set_num_threads(num)
-            assert len(kernels.spans(torch.empty(numel))) == num
+            assert len(kernels.thread_slices(torch.empty(numel))) == num
             reducer = Reducer(numel, density=0.02)
             for step in range(3):
                 grad = torch.randn(numel, generator=torch.Generator().manual_seed(step))
@@ -168,7 +168,7 @@ def test_simulated_ranks_share_the_pools_of_threads():
 
 def test_callers_on_eight_threads_share_the_pools(monkeypatch):
     """More callers at once than a pool has threads, as models with an exchange thread each are."""
-    monkeypatch.setattr(kernels, "SPAN", 1)
+    monkeypatch.setattr(kernels.threads, "MIN_VALUES", 1)
     grads = [torch.randn(3000, generator=torch.Generator().manual_seed(i)) for i in range(8)]
 
     def find(i: int):
@@ -202,17 +202,17 @@ def test_an_error_in_one_part_waits_for_the_others():
 
     parts = [slice(i, i + 1) for i in range(3)]
     with pytest.raises(MemoryError, match="of this part"):
-        kernels.side_by_side(work, parts)
+        kernels.run_in_threads(work, parts)
     assert sorted(part.start for part in done) == [1, 2]
 
 
 def _total_in_parts(sending) -> None:
-    sending.send(sum(kernels.side_by_side(lambda part: part.stop, [slice(0, 1), slice(1, 2)])))
+    sending.send(sum(kernels.run_in_threads(lambda part: part.stop, [slice(0, 1), slice(1, 2)])))
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_process_has_threads_of_its_own():
-    kernels.side_by_side(lambda part: part, [slice(0, 1), slice(1, 2)])
+    kernels.run_in_threads(lambda part: part, [slice(0, 1), slice(1, 2)])
     context = mp.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
     child = context.Process(target=_total_in_parts, args=(sending,), daemon=True)

@@ -382,12 +382,12 @@ def test_a_pre_hook_that_came_later_is_obeyed_from_its_second_step_on():
     order = []
     around.run("dense", "dense")
     around.optimizer.register_step_pre_hook(lambda *_: order.append("user"))
-    take_late = kernels.take_late
-    kernels.take_late = lambda *args: order.append("ours") or take_late(*args)
+    take_late = kernels.correct_second_moments_
+    kernels.correct_second_moments_ = lambda *args: order.append("ours") or take_late(*args)
     try:
         around.run("dense", "sparse", "sparse")
     finally:
-        kernels.take_late = take_late
+        kernels.correct_second_moments_ = take_late
     assert order == ["user", "user", "ours", "user", "ours"]
 
 
@@ -491,7 +491,7 @@ class Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize("more", [{}, {"amsgrad": True}, {"fused": True}])
 def test_the_host_waits_as_often_for_many_parameters_as_for_one(monkeypatch, more):
-    monkeypatch.setattr(kernels, "form", lambda _: reference)  # what runs on CUDA
+    monkeypatch.setattr(kernels, "backend_for", lambda _: reference)  # what runs on CUDA
     tolist, copied = torch.Tensor.tolist, []
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: copied.append(x) or tolist(x))
     waits = {}

@@ -21,7 +21,7 @@ from oktopk.launch.local_workers import (
 )
 from oktopk.utils.extras import require
 from oktopk.utils.flags import MOST_SECONDS, MOST_WORKERS, between
-from oktopk.wire.codec import Form
+from oktopk.wire.codec import CodecName
 
 WORKERS = 8
 RATES = "none,1gbit,200mbit"
@@ -44,7 +44,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--methods", default=",".join(CONTENDERS), help="comma-separated; default: %(default)s"
     )
     parser.add_argument(
-        "--wire", default="bf16", choices=get_args(Form), help="how entries travel (%(default)s)"
+        "--wire",
+        default="bf16",
+        choices=get_args(CodecName),
+        help="how entries travel (%(default)s)",
     )
     parser.add_argument(
         "--seconds",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from oktopk.engine.buckets import Buckets
 from oktopk.settings import Settings, num_kept
 from oktopk.stats import Phase
-from oktopk.wire.codec import Form
+from oktopk.wire.codec import CodecName
 
 QUOTA_STEPS = frozenset({0, 1, 2, 4, 8, 16})
 """Sparse steps that also set quotas: early in the sparse phase the gradient shifts between layers
@@ -36,7 +36,7 @@ class StepPlan:
     k: int
     """Entries of the whole model to keep; those that travel dense come on top."""
 
-    codec: Form
+    codec: CodecName
     overshoot: float
     """Deliver this much more of every sum than was accumulated (`Settings.overshoot`)."""
 
@@ -63,7 +63,7 @@ def make_plan(settings: Settings, step: int, buckets: Buckets, quotas: list[int]
             for i, group in enumerate(buckets.groups)
         )
     # at density 1 every entry arrives in every step: then it arrives unrounded
-    codec: Form = "plain" if density == 1 else settings.wire
+    codec: CodecName = "plain" if density == 1 else settings.wire
     overshoot = settings.overshoot_at(step)
     return StepPlan(step, "sparse", density, k, codec, overshoot, groups, whole_model)
 

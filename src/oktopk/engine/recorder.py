@@ -55,7 +55,7 @@ class StepRecorder:
         # the smallest selected magnitude is the threshold in effect
         sent = [sums.sent.values for sums in sparse if sums.sent.num]
         result = [sums.result.values for sums in sparse if sums.result.num]
-        finite, self._thresholds = kernels.survey(parts, sent, result)
+        finite, self._thresholds = kernels.finite_and_smallest(parts, sent, result)
         return finite
 
     def stats(

@@ -19,7 +19,7 @@ def apply_sparse_(
     by the overshoot on what it sent.
     """
     factor = 1 + overshoot
-    kernels.settle_(grad, acc, sums.result, sums.sent, size, factor, sums.offset)
+    kernels.apply_result_(grad, acc, sums.result, sums.sent, size, factor, sums.offset)
     for correction in sums.corrections:  # one by one: indices are unique within each
         kernels.add_at_(acc, correction, factor, sums.offset)
 

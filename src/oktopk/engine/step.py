@@ -203,7 +203,7 @@ class Step:
         A NaN or Inf is larger than every number, so a selection of any entries contains it. No pass
         over n is needed, unless k is 0.
         """
-        finite, _ = kernels.survey([local.values if k else acc, dense_part])
+        finite, _ = kernels.finite_and_smallest([local.values if k else acc, dense_part])
         self._comm.alarm = self._comm.alarm or not finite
         return local if finite else empty(local.numel, acc)
 

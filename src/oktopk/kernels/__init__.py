@@ -1,156 +1,119 @@
-"""Pure functions on one flat tensor: the passes over memory that every method is made of.
+"""Kernels: pure functions on one flat tensor, the passes over memory that every method is made of.
 
-Each has three forms that give the same bits: `reference` in plain torch for any device, `cpu` in
-numba, `cuda` in Triton. The form is chosen by the tensor's device. Nothing here knows of a network.
+There are three backends that give the same bits: `reference` in plain torch for any device, `cpu`
+in numba, `cuda` in Triton. The device of a tensor chooses the backend. Nothing here knows of ranks.
 
-Magnitudes are ordered as their bits are, so a NaN counts as larger than everything: it is always
-selected, and whoever looks at the few selected values has seen every NaN of the tensor.
+Magnitudes are ordered as their bits are, so a NaN is larger than every number: it is always
+selected, and the few selected values tell whether the whole tensor has a NaN.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
-from itertools import pairwise
-from types import ModuleType
-from typing import TypeVar
 
-import torch
 from torch import Tensor
 
-from oktopk.kernels.reference import Late as Late
+from oktopk.kernels.backend import Correction as Correction
+from oktopk.kernels.backend import KernelBackend as KernelBackend
+from oktopk.kernels.backend import SecondMoment as SecondMoment
+from oktopk.kernels.float_bits import from_bits as from_bits
+from oktopk.kernels.no_sync import histogram as histogram
+from oktopk.kernels.no_sync import nonzero_counted as nonzero_counted
+from oktopk.kernels.threads import run_in_threads as run_in_threads
+from oktopk.kernels.threads import thread_slices as thread_slices
 from oktopk.sparse import EntryBuffer, Sparse
 
-T = TypeVar("T")
+SPARE_SLOTS = 64  # that `accumulate_select` may overwrite behind the `capacity` of its `out`
 
-# device type -> (the package its form needs, the form)
-FORMS = {"cpu": ("numba", "oktopk.kernels.cpu"), "cuda": ("triton", "oktopk.kernels.cuda")}
+
+def _cpu() -> KernelBackend:
+    from oktopk.kernels import cpu
+
+    return cpu
+
+
+def _cuda() -> KernelBackend:
+    from oktopk.kernels import cuda
+
+    return cuda
+
+
+BACKENDS: dict[str, tuple[str, Callable[[], KernelBackend]]] = {
+    "cpu": ("numba", _cpu),
+    "cuda": ("triton", _cuda),
+}
+"""By device type: the package that the backend needs, and a function that imports the backend."""
 
 
 @cache
-def form(device_type: str) -> ModuleType:
-    """The module with the fastest kernels for a device; plain torch where there is none."""
-    package, module = FORMS.get(device_type, ("", ""))
-    if package and importlib.util.find_spec(package):
-        return importlib.import_module(module)
-    return importlib.import_module("oktopk.kernels.reference")
+def backend_for(device_type: str) -> KernelBackend:
+    """The fastest kernels for a type of device; plain torch where there are no others."""
+    from oktopk.kernels import reference
+
+    if device_type in BACKENDS:
+        package, load = BACKENDS[device_type]
+        if importlib.util.find_spec(package):
+            return load()
+    return reference
 
 
-SPAN = 2**21  # values worth a thread of their own
-SLACK = 64  # entries a kernel may write behind those that count
+def is_synchronous(x: Tensor) -> bool:
+    """Whether the host knows a kernel's results when the kernel returns, as on a CPU.
 
-
-@cache
-def _pool(threads: int, pid: int) -> ThreadPoolExecutor:
-    # one per process: threads do not survive a fork, and their pool would wait for them in a child
-    return ThreadPoolExecutor(threads, thread_name_prefix="oktopk-kernel")
-
-
-def spans(x: Tensor) -> list[slice]:
-    """Parts of x, in order, that are worth a thread each; on a CPU as many as torch has threads.
-
-    torch counts per calling thread: one has the number that was set when it first asked. So ranks,
-    and threads of one rank, may differ here; nothing that is exchanged may depend on it.
+    On a GPU the host has to wait for every number that it reads.
     """
-    num = 1
-    if x.device.type == "cpu":
-        num = max(1, min(torch.get_num_threads(), x.numel() // SPAN))
-    edges = [x.numel() * i // num for i in range(num + 1)]
-    return [slice(lo, hi) for lo, hi in pairwise(edges)]
-
-
-def side_by_side(work: Callable[[slice], T], parts: list[slice]) -> list[T]:
-    """`work` on all parts at once, the results in order. It must not call this function itself.
-
-    An error, Ctrl-C too, is raised only when all parts are done: until then they write.
-    """
-    pool = _pool(len(parts), os.getpid())
-    futures = [pool.submit(work, part) for part in parts]
-    try:
-        return [future.result() for future in futures]
-    finally:
-        wait(futures)
-
-
-def finds_at_once(x: Tensor) -> bool:
-    """Whether the host knows what a kernel has found when it returns, or has to wait for it."""
-    return form(x.device.type).AT_ONCE
+    return backend_for(x.device.type).SYNCHRONOUS
 
 
 def all_finite(x: Tensor) -> bool:
     """Whether x has no NaN and no Inf. One read of n."""
-    return form(x.device.type).all_finite(x)
+    return backend_for(x.device.type).all_finite(x)
 
 
-def least_magnitude(x: Tensor) -> float:
-    """The smallest |x| of one value or more, float32 or float64. One read of n."""
-    return form(x.device.type).least_magnitude(x)
+def smallest_magnitude(x: Tensor) -> float:
+    """The smallest |x| of a tensor that is not empty, float32 or float64. One read of n."""
+    return backend_for(x.device.type).smallest_magnitude(x)
 
 
-def survey(sums: list[Tensor], *groups: list[Tensor]) -> tuple[bool, list[float]]:
+def finite_and_smallest(sums: list[Tensor], *groups: list[Tensor]) -> tuple[bool, list[float]]:
     """Whether all `sums` are finite, and the smallest magnitude of each group of tensors.
 
-    A group's are float32 or float64, and none is empty; a group of none has 0. One read of each
-    tensor, and the host waits once for all of them.
+    The tensors of groups are float32 or float64 and not empty. A group without tensors has 0. One
+    read of each tensor, and the host waits once for all of them.
     """
-    everything = [*sums, *(x for group in groups for x in group)]
-    if not everything:
+    tensors = [*sums, *(x for group in groups for x in group)]
+    if not tensors:
         return True, [0.0 for _ in groups]
-    kernels = form(everything[0].device.type)
-    if not kernels.AT_ONCE:
-        return kernels.survey(sums, list(groups))
-    least = [min((kernels.least_magnitude(x) for x in group), default=0.0) for group in groups]
-    return all(kernels.all_finite(x) for x in sums), least
+    return backend_for(tensors[0].device.type).finite_and_smallest(sums, list(groups))
 
 
 def kth_magnitude(x: Tensor, k: int) -> float:
-    """The k-th largest |x|, exactly, for 1 <= k <= n. Two passes of counting, no sort: O(n)."""
-    return form(x.device.type).kth_magnitude(x, k)
+    """The k-th largest |x|, exactly, for 1 <= k <= n. A few counting passes, no sort: O(n)."""
+    return backend_for(x.device.type).kth_magnitude(x, k)
+
+
+def count_at_least(x: Tensor, thresholds: list[float]) -> Tensor:
+    """How many `|x|` reach each threshold, int32, on the device of x. One read of n for each."""
+    return backend_for(x.device.type).count_at_least(x, thresholds)
 
 
 def select(x: Tensor, threshold: float, capacity: int) -> tuple[Sparse, int]:
-    """Keep `|x| >= threshold`, and tell how many there are. One pass: O(n).
+    """The entries with `|x| >= threshold`, and how many there are. One pass: O(n).
 
-    When there are more than `capacity`, the count is right but the entries are only the first ones.
+    If there are more than `capacity`, only the first `capacity` entries are returned; the count is
+    that of all.
     """
-    return form(x.device.type).select(x, threshold, capacity)
+    return backend_for(x.device.type).select(x, threshold, capacity)
 
 
-def take(x: Tensor, threshold: float, num: int) -> Sparse:
-    """Keep `|x| >= threshold`, when it is known that there are `num`: no wait for the device."""
-    return form(x.device.type).take(x, threshold, num)
+def select_counted(x: Tensor, threshold: float, count: int) -> Sparse:
+    """The entries with `|x| >= threshold` when the caller knows that there are `count`.
 
-
-def histogram(x: Tensor, num: int) -> Tensor:
-    """How often each integer from 0 to `num - 1` is in x, int32; there may be no others. O(n)."""
-    return form("").histogram(x, num)
-
-
-def magnitude(bits: int, dtype: torch.dtype) -> float:
-    """The number with these bits. No pass: it is a matter of the host."""
-    return form("").bin_threshold(bits, dtype)
-
-
-def places(mask: Tensor, num: int) -> Tensor:
-    """Where a mask is true, ascending, when it is known that it is `num` times. O(n)."""
-    return form("").places(mask, num)
-
-
-def count_reaching(x: Tensor, thresholds: list[float]) -> Tensor:
-    """How many `|x|` reach each threshold, int32, on the device of x. One read of n for each."""
-    return form(x.device.type).count_reaching(x, thresholds)
-
-
-def trim(sparse: Sparse, low: float, k: int) -> tuple[Sparse, float]:
-    """The largest entries of a selection above `low`, k at most and a fraction of a percent less.
-
-    Counted in 4,096 bins of magnitude above `low`, so it takes two passes over the selection and no
-    search; entries of one bin go together. Also the threshold that they reach. Overwrites `sparse`.
+    The host does not wait for the device. O(n).
     """
-    return form(sparse.values.device.type).trim(sparse, low, k)
+    return backend_for(x.device.type).select_counted(x, threshold, count)
 
 
 def accumulate_select(
@@ -159,71 +122,96 @@ def accumulate_select(
     acc: Tensor,
     threshold: float,
     capacity: int,
-    into: EntryBuffer | None = None,
-    base: int = 0,
+    out: EntryBuffer | None = None,
+    offset: int = 0,
 ) -> tuple[Sparse, int]:
     """`acc = residual + grad`, then `select` from `acc`, in one pass over the three.
 
-    Indices count from `base`. They and the values are written to `into`, which has room for
-    `capacity + SLACK`, and come back as views of it; None makes new ones.
+    `offset` is added to every index. Indices and values are written to the two tensors of `out`,
+    which have room for `capacity + SPARE_SLOTS` entries each, and are returned as views of them. If
+    `out` is None, new tensors are made.
     """
-    kernel = form(residual.device.type).accumulate_select
-    return kernel(residual, grad, acc, threshold, capacity, into, base)
+    kernel = backend_for(residual.device.type).accumulate_select
+    return kernel(residual, grad, acc, threshold, capacity, out, offset)
+
+
+def trim(sparse: Sparse, low: float, k: int) -> tuple[Sparse, float]:
+    """The largest entries of a selection: k or a fraction of a percent fewer, and their threshold.
+
+    All entries must reach `low`. They are counted in 4,096 bins of magnitude above it, which takes
+    two passes over the selection and no search. Entries of one bin are kept or dropped together.
+    Overwrites `sparse`.
+    """
+    return backend_for(sparse.values.device.type).trim(sparse, low, k)
 
 
 def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) -> Sparse:
-    """Sum several selections that all lie in [lo, hi), each ascending, one after the other.
+    """The sum of several selections, given one after the other; `splits` has their lengths.
 
-    Every sum is taken in the order of the parts, so it has the same bits wherever it is computed.
-    O(entries + (hi - lo)). `numel` of what comes back is `hi`.
+    All indices lie in [lo, hi) and ascend within a selection. Every sum is taken in the order of
+    the selections, so it has the same bits wherever it is computed. The `numel` of the result is
+    `hi`. O(entries + (hi - lo)).
     """
-    return form(values.device.type).merge(indices, values, splits, lo, hi)
+    return backend_for(values.device.type).merge(indices, values, splits, lo, hi)
 
 
-def settle_(
+def apply_result_(
     grad: Tensor,
     residual: Tensor,
     result: Sparse,
-    offered: Sparse,
+    sent: Sparse,
     divisor: int,
     factor: float = 1.0,
-    base: int = 0,
+    offset: int = 0,
 ) -> None:
-    """`grad` becomes `result * factor / divisor`; where `offered` and `result` meet, `residual`
-    is less by `offered * factor`, which is 0 for what was offered whole. Indices count from `base`.
+    """Set `grad` to the average, and take what was applied off `residual`, which holds acc.
 
-    One write of n, then O(|result| + |offered|).
+    `grad` becomes `result * factor / divisor`, and 0 where the result has no entry. Where `sent`
+    and `result` have the same index, `sent * factor` is subtracted from `residual`. `offset` is
+    subtracted from all indices. One write of n, then O(|result| + |sent|).
     """
-    form(grad.device.type).settle_(grad, residual, result, offered, divisor, factor, base)
+    kernel = backend_for(grad.device.type).apply_result_
+    kernel(grad, residual, result, sent, divisor, factor, offset)
 
 
-def encode_indices(indices: Tensor, lo: int, low_bits: int, low: Tensor, high: Tensor) -> None:
-    """Ascending indices from `lo` on as Elias-Fano words: their low bits, and a one for each at
-    `((index - lo) >> low_bits) + its number`. O(num)."""
-    form(indices.device.type).encode_indices(indices, lo, low_bits, low, high)
+def add_at_(x: Tensor, sparse: Sparse, factor: float, offset: int = 0) -> None:
+    """Add `sparse * factor` to x; `offset` is subtracted from all indices. O(entries)."""
+    backend_for(x.device.type).add_at_(x, sparse, factor, offset)
 
 
-def decode_indices(low: Tensor, high: Tensor, lo: int, low_bits: int, out: Tensor) -> None:
-    """Fill `out` with the int32 indices that `encode_indices` wrote. O(num)."""
-    form(low.device.type).decode_indices(low, high, lo, low_bits, out)
+def correct_second_moments_(
+    moments: list[SecondMoment],
+    step: int,
+    scale: float | Tensor = 1.0,
+    found_inf: Tensor | None = None,
+) -> list[Correction]:
+    """Lower Adam's second moments for sums of several steps that arrive in this step.
 
+    An entry arrives when its `grad` is neither 0 nor subnormal. If it did not arrive in the step
+    before, its second moment is lowered, though not below 0, so that the optimizer's step with
+    `grad / scale` leaves it at `beta2 * exp_avg_sq + shares[age] * (grad / scale) ** 2`. The last
+    arrival of every entry that arrives becomes `step`. Nothing changes if `found_inf` is not 0,
+    since the gradient scaler then skips the optimizer's step.
 
-def add_at_(x: Tensor, sparse: Sparse, factor: float, base: int = 0) -> None:
-    """Add `sparse * factor` to x; indices count from `base`. O(num)."""
-    form(x.device.type).add_at_(x, sparse, factor, base)
-
-
-def take_late(
-    late: list[Late], step: int, scale: float | Tensor = 1.0, found_inf: Tensor | None = None
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Ready Adam's second moments for sums that arrive now (`grad` is not 0, nor
-    subnormal) after some steps. All parameters of one device in one call.
-
-    `square` is lowered so that a step with `grad / scale` leaves it at `beta * square` and
-    `shares[age]` of the sum's square, but not below 0; `arrived` becomes `step`. Nothing changes
-    where `found_inf` is not 0, for then there is no step. For each comes back: the places that had
-    to wait, and what `square` was there and is to be after the step. One read of n, then O(k); on a
-    GPU the host waits for it twice, for however many parameters.
+    All parameters of one device go in one call. Returns what was corrected of each. One read of n,
+    then O(k); on a GPU the host waits twice, for however many parameters.
     """
-    device = late[0].grad.device.type if late else "cpu"
-    return form(device).take_late(late, step, scale, found_inf)
+    device = moments[0].grad.device.type if moments else "cpu"
+    return backend_for(device).correct_second_moments_(moments, step, scale, found_inf)
+
+
+def encode_elias_fano(
+    indices: Tensor, lo: int, num_low_bits: int, low: Tensor, high: Tensor
+) -> None:
+    """Write ascending int32 indices of at least `lo` as the two parts of an Elias-Fano code.
+
+    `low` gets the lowest `num_low_bits` bits of every `index - lo`, one after the other. `high`
+    gets a one for each entry, at bit `((index - lo) >> num_low_bits) + number of the entry`. Both
+    are int32 tensors of the right size (`oktopk.wire.indices.EliasFano`). O(entries).
+    """
+    backend_for(indices.device.type).encode_elias_fano(indices, lo, num_low_bits, low, high)
+
+
+def decode_elias_fano(low: Tensor, high: Tensor, lo: int, num_low_bits: int, out: Tensor) -> None:
+    """Fill `out` with the int32 indices that `encode_elias_fano` wrote. O(entries)."""
+    backend_for(low.device.type).decode_elias_fano(low, high, lo, num_low_bits, out)

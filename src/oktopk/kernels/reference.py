@@ -1,37 +1,39 @@
-"""The kernels in plain torch: slow and clear, on any device. The other forms must equal these.
+"""The kernels in plain torch: slow and clear, on any device. The other backends must equal these.
 
-A device works on its own time, so where the host knows the size of a result it is not asked for.
+A GPU works on its own time, and the host waits whenever it reads a number from it. So the host is
+not made to ask for the size of a result that it knows.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import numpy as np
 import torch
 from torch import Tensor
 
+from oktopk.kernels.backend import Correction, SecondMoment
+from oktopk.kernels.float_bits import INTEGER, NUM_BINS, bins_from, cut_bin, from_bits
+from oktopk.kernels.no_sync import histogram, nonzero_counted
 from oktopk.sparse import EntryBuffer, Sparse, placed
 from oktopk.utils.device import to_device, to_host
 
-AT_ONCE = False  # what a kernel has found is not yet known when it returns
+SYNCHRONOUS: bool = False
+WORD_MASK = (1 << 32) - 1  # an int32 word, read as unsigned, in an int64
 
 
 def all_finite(x: Tensor) -> bool:
     return bool(torch.isfinite(x).all())
 
 
-def least_magnitude(x: Tensor) -> float:
-    return survey([], [[x]])[1][0]
+def smallest_magnitude(x: Tensor) -> float:
+    return finite_and_smallest([], [[x]])[1][0]
 
 
-def survey(sums: list[Tensor], groups: list[list[Tensor]]) -> tuple[bool, list[float]]:
+def finite_and_smallest(sums: list[Tensor], groups: list[list[Tensor]]) -> tuple[bool, list[float]]:
     flags = [torch.isfinite(x).all() for x in sums]
-    # by their bits, so that a NaN is the least only if there is nothing else
-    least = [x.abs().view(INTEGER[x.dtype]).min() for group in groups for x in group]
-    (finite, bits) = to_host(*(_stacked(part) for part in (flags, least)))
+    # compared as integers, in which a NaN is larger than everything else
+    smallest = [x.abs().view(INTEGER[x.dtype]).min() for group in groups for x in group]
+    finite, bits = to_host(_stacked(flags), _stacked(smallest))
     dtypes = [x.dtype for group in groups for x in group]
-    found = iter([bin_threshold(each, dtype) for each, dtype in zip(bits, dtypes, strict=True)])
+    found = iter([from_bits(each, dtype) for each, dtype in zip(bits, dtypes, strict=True)])
     return all(finite), [min((next(found) for _ in group), default=0.0) for group in groups]
 
 
@@ -39,84 +41,30 @@ def _stacked(parts: list[Tensor]) -> Tensor:
     return torch.stack([part.long() for part in parts]) if parts else torch.empty(0)
 
 
-def histogram(x: Tensor, num: int) -> Tensor:
-    """How often each of the integers from 0 on occurs, below `num`. Without a look at their range,
-    which `bincount` has."""
-    one = torch.ones((), dtype=torch.int32, device=x.device)
-    return x.new_zeros(num, dtype=torch.int32).index_add_(0, x, one.expand(x.numel()))
-
-
-def places(mask: Tensor, num: int) -> Tensor:
-    """Where a mask has its `num` ones, ascending. `nonzero` would have to find out how many."""
-    slots = torch.where(mask, mask.cumsum(0) - 1, num).clamp_(max=num)  # all zeros share the last
-    numbers = torch.arange(mask.numel(), device=mask.device)
-    return numbers.new_empty(num + 1).scatter_(0, slots, numbers)[:num]
-
-
 def kth_magnitude(x: Tensor, k: int) -> float:
     return x.abs().kthvalue(x.numel() - k + 1).values.item()
 
 
-def select(x: Tensor, threshold: float, capacity: int) -> tuple[Sparse, int]:
+def count_at_least(x: Tensor, thresholds: list[float]) -> Tensor:
+    levels = to_device(thresholds, torch.float64, x.device).to(x.dtype)
+    return _reaches(x, levels.unsqueeze(1)).sum(1, dtype=torch.int32)
+
+
+def _reaches(x: Tensor, threshold: float | Tensor) -> Tensor:
     # not `>=`: a NaN must be selected, and it is not less than anything
-    indices = (x.abs() < threshold).logical_not_().nonzero().squeeze(1)
+    return (x.abs() < threshold).logical_not_()
+
+
+def select(x: Tensor, threshold: float, capacity: int) -> tuple[Sparse, int]:
+    indices = _reaches(x, threshold).nonzero().squeeze(1)
     count = indices.numel()
     indices = indices[:capacity]
     return Sparse(indices.int(), x[indices], x.numel()), count
 
 
-def take(x: Tensor, threshold: float, num: int) -> Sparse:
-    where = places((x.abs() < threshold).logical_not_(), num)
-    return Sparse(where.int(), x[where], x.numel())
-
-
-def count_reaching(x: Tensor, thresholds: list[float]) -> Tensor:
-    levels = to_device(thresholds, torch.float64, x.device).to(x.dtype)
-    return (x.abs() < levels.unsqueeze(1)).logical_not_().sum(1, dtype=torch.int32)
-
-
-BINS = 4096
-PRECISION = 10  # bits of a magnitude that tell bins apart, beside the exponent
-INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
-NUMPY = {torch.float32: (np.float32, np.int32), torch.float64: (np.float64, np.int64)}
-MANTISSA = {torch.float32: 23, torch.float64: 52}
-
-
-def trim(sparse: Sparse, low: float, k: int) -> tuple[Sparse, float]:
-    bits = sparse.values.abs().view(INTEGER[sparse.values.dtype])
-    start, shift = first_bin(low, sparse.values)
-    bins = ((bits - start) >> shift).clamp_(max=BINS - 1)
-    counts = histogram(bins, BINS)
-    ((first, num),) = to_host(_threshold_bin(counts, k))
-    where = places(bins >= first, num)
-    kept = Sparse(sparse.indices[where], sparse.values[where], sparse.numel)
-    return kept, bin_threshold(start + (first << shift), sparse.values.dtype)
-
-
-def first_bin(low: float, values: Tensor) -> tuple[int, int]:
-    """The bits of the lowest magnitude, and how many of them do not tell bins apart."""
-    floating, integer = NUMPY[values.dtype]
-    with np.errstate(over="ignore"):  # a large one becomes infinite
-        level = floating(low)
-    return int(level.view(integer)), MANTISSA[values.dtype] - PRECISION
-
-
-def threshold_bin(counts: Tensor, k: int) -> int:
-    """The first bin from which on there are k entries at most; none may be in it."""
-    return int(_threshold_bin(counts, k)[0])
-
-
-def _threshold_bin(counts: Tensor, k: int) -> Tensor:
-    """That bin, and how many entries there are from it on."""
-    num_from = torch.cat([counts.flip(0).cumsum(0).flip(0), counts.new_zeros(1)])
-    first = (num_from > k).sum()
-    return torch.cat([first.view(1), num_from.index_select(0, first.view(1))])
-
-
-def bin_threshold(bits: int, dtype: torch.dtype) -> float:
-    """The magnitude with these bits."""
-    floating, integer = NUMPY[dtype]
-    return integer(bits).view(floating).item()
+def select_counted(x: Tensor, threshold: float, count: int) -> Sparse:
+    indices = nonzero_counted(_reaches(x, threshold), count)
+    return Sparse(indices.int(), x[indices], x.numel())
 
 
 def accumulate_select(
@@ -125,126 +73,135 @@ def accumulate_select(
     acc: Tensor,
     threshold: float,
     capacity: int,
-    into: EntryBuffer | None = None,
-    base: int = 0,
+    out: EntryBuffer | None = None,
+    offset: int = 0,
 ) -> tuple[Sparse, int]:
     torch.add(residual, grad, out=acc)
     found, count = select(acc, threshold, capacity)
-    return placed(found, into, base), count
+    return placed(found, out, offset), count
+
+
+def trim(sparse: Sparse, low: float, k: int) -> tuple[Sparse, float]:
+    dtype = sparse.values.dtype
+    bits = sparse.values.abs().view(INTEGER[dtype])
+    start, shift = bins_from(low, dtype)
+    bins = ((bits - start) >> shift).clamp_(max=NUM_BINS - 1)
+    ((first, count),) = to_host(cut_bin(histogram(bins, NUM_BINS), k))
+    kept = nonzero_counted(bins >= first, count)
+    trimmed = Sparse(sparse.indices[kept], sparse.values[kept], sparse.numel)
+    return trimmed, from_bits(start + (first << shift), dtype)
 
 
 def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) -> Sparse:
     sums = values.new_zeros(hi - lo)
-    touched = torch.zeros(hi - lo, dtype=torch.bool, device=values.device)
+    is_set = torch.zeros(hi - lo, dtype=torch.bool, device=values.device)
     # part by part: within one the indices are unique, so no addition depends on atomics
-    for where, what in zip(indices.split(splits), values.split(splits), strict=True):
-        at = where.long() - lo
-        sums[at] += what
-        touched[at] = True
-    where = touched.nonzero().squeeze(1)
-    return Sparse((where + lo).int(), sums[where], hi)
+    for part_indices, part in zip(indices.split(splits), values.split(splits), strict=True):
+        positions = part_indices.long() - lo
+        sums[positions] += part
+        is_set[positions] = True
+    positions = is_set.nonzero().squeeze(1)
+    return Sparse((positions + lo).int(), sums[positions], hi)
 
 
-def settle_(
+def apply_result_(
     grad: Tensor,
     residual: Tensor,
     result: Sparse,
-    offered: Sparse,
+    sent: Sparse,
     divisor: int,
     factor: float,
-    base: int = 0,
+    offset: int = 0,
 ) -> None:
     # by a tensor: by a number, CUDA multiplies with the reciprocal, which rounds twice
     quotients = result.values * factor / result.values.new_full((), divisor)
     grad.zero_()
-    grad[result.indices.long() - base] = quotients.to(grad.dtype)
+    grad[result.indices.long() - offset] = quotients.to(grad.dtype)
     if result.num:
-        place = torch.searchsorted(result.indices, offered.indices).clamp_(max=result.num - 1)
-        common = result.indices[place] == offered.indices
-        taken = torch.where(common, offered.values * factor, 0)  # less 0 is the same, to the bit
-        residual[offered.indices.long() - base] -= taken
+        nearest = torch.searchsorted(result.indices, sent.indices).clamp_(max=result.num - 1)
+        common = result.indices[nearest] == sent.indices
+        applied = torch.where(common, sent.values * factor, 0)  # x - 0 has the bits of x
+        residual[sent.indices.long() - offset] -= applied
 
 
-def encode_indices(indices: Tensor, lo: int, low_bits: int, low: Tensor, high: Tensor) -> None:
-    offsets, numbers = indices.long() - lo, torch.arange(len(indices), device=indices.device)
-    _set_bits(low, numbers * low_bits, offsets & ((1 << low_bits) - 1))
-    _set_bits(high, (offsets >> low_bits) + numbers, torch.ones_like(offsets))
+def add_at_(x: Tensor, sparse: Sparse, factor: float, offset: int = 0) -> None:
+    x[sparse.indices.long() - offset] += sparse.values * factor  # the indices are unique
 
 
-def add_at_(x: Tensor, sparse: Sparse, factor: float, base: int = 0) -> None:
-    x[sparse.indices.long() - base] += sparse.values * factor  # no index twice
-
-
-def least(dtype: torch.dtype) -> float:
-    """The smallest value that arrives as one: less may be flushed to 0, and its square is 0."""
+def smallest_arrival(dtype: torch.dtype) -> float:
+    """The smallest gradient of `dtype` that counts as one: a smaller one may be flushed to 0, and
+    its square is 0 in float32."""
     own = torch.finfo(dtype)
     return max(torch.finfo(torch.float32).smallest_normal, own.smallest_normal * own.eps)
 
 
-class Late(NamedTuple):
-    """One parameter's flat tensors for `take_late`, and its beta2."""
+def arrival_mask(grad: Tensor, found_inf: Tensor | None) -> Tensor:
+    """Where a gradient arrived in this step, as a mask.
 
-    grad: Tensor
-    square: Tensor
-    arrived: Tensor
-    shares: Tensor
-    beta: float
-
-
-def arrives(grad: Tensor, found_inf: Tensor | None) -> Tensor:
-    """Where a gradient has a value that counts. None has in a step that the scaler will skip."""
-    comes = (grad.abs() < least(grad.dtype)).logical_not_()
-    return comes if found_inf is None else comes & (found_inf == 0)
+    `found_inf` is the flag of a gradient scaler: if it is not 0, the optimizer's step is skipped,
+    and nothing counts as arrived.
+    """
+    mask = _reaches(grad, smallest_arrival(grad.dtype))
+    return mask if found_inf is None else mask & (found_inf == 0)
 
 
-def take_late(
-    late: list[Late], step: int, scale: float | Tensor, found_inf: Tensor | None
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    if not late:
+def correct_second_moments_(
+    moments: list[SecondMoment], step: int, scale: float | Tensor, found_inf: Tensor | None
+) -> list[Correction]:
+    if not moments:
         return []
-    comes = [arrives(each.grad, found_inf) for each in late]
-    waited = [now & (each.arrived < step - 1) for each, now in zip(late, comes, strict=True)]
-    # for all parameters at once: each of these two waits for the device
-    counts = torch.stack([mask.sum() for mask in waited]).tolist()
-    places = torch.cat(waited).nonzero().squeeze(1).split(counts)
-    done, begin = [], 0
-    for each, now, found in zip(late, comes, places, strict=True):
-        where = found - begin
-        begin += now.numel()
-        age = step - each.arrived[where]
-        each.arrived.masked_fill_(now, step)
-        was, energy = each.square[where], (each.grad[where].float() / scale).square()
-        share = each.shares[age.clamp(max=each.shares.numel() - 1).long()]
-        after = each.beta * was.float() + energy * share
-        before = (after - (1 - each.beta) * energy) / each.beta
-        each.square[where] = before.clamp_(min=0).to(each.square.dtype)
-        done.append((where, was, after.to(each.square.dtype)))
-    return done
+    arrived = [arrival_mask(m.grad, found_inf) for m in moments]
+    late = [mask & (m.last_arrival < step - 1) for m, mask in zip(moments, arrived, strict=True)]
+    # for all parameters at once, since the host waits for the device in each of these two lines
+    counts = torch.stack([mask.sum() for mask in late]).tolist()
+    flat_positions = torch.cat(late).nonzero().squeeze(1).split(counts)
+    corrections, start = [], 0
+    for m, mask, flat in zip(moments, arrived, flat_positions, strict=True):
+        positions = flat - start
+        start += mask.numel()
+        age = step - m.last_arrival[positions]
+        m.last_arrival.masked_fill_(mask, step)
+        before = m.exp_avg_sq[positions]
+        squares = (m.grad[positions].float() / scale).square()
+        share = m.shares[age.clamp(max=m.shares.numel() - 1).long()]
+        after = m.beta2 * before.float() + squares * share
+        # what Adam's own update, beta2 * x + (1 - beta2) * squares, takes to `after`
+        lowered = (after - (1 - m.beta2) * squares) / m.beta2
+        m.exp_avg_sq[positions] = lowered.clamp_(min=0).to(m.exp_avg_sq.dtype)
+        corrections.append(Correction(positions, before, after.to(m.exp_avg_sq.dtype)))
+    return corrections
 
 
-def decode_indices(low: Tensor, high: Tensor, lo: int, low_bits: int, out: Tensor) -> None:
+def encode_elias_fano(
+    indices: Tensor, lo: int, num_low_bits: int, low: Tensor, high: Tensor
+) -> None:
+    offsets, numbers = indices.long() - lo, torch.arange(len(indices), device=indices.device)
+    _write_bits(low, numbers * num_low_bits, offsets & ((1 << num_low_bits) - 1))
+    _write_bits(high, (offsets >> num_low_bits) + numbers, torch.ones_like(offsets))
+
+
+def decode_elias_fano(low: Tensor, high: Tensor, lo: int, num_low_bits: int, out: Tensor) -> None:
     numbers = torch.arange(out.numel(), device=out.device)
-    upper = places(_bits(high).view(-1), out.numel()) - numbers
-    words = torch.cat([low, low.new_zeros(2)]).long() & ALL  # the last entry may end with its word
-    start = numbers * low_bits
+    upper = nonzero_counted(_unpacked_bits(high), out.numel()) - numbers
+    # two words more, since the low bits of the last entry may end with the last word
+    words = torch.cat([low, low.new_zeros(2)]).long() & WORD_MASK
+    start = numbers * num_low_bits
     pair = words[start >> 5] | (words[(start >> 5) + 1] << 32)
-    lower = (pair >> (start & 31)) & ((1 << low_bits) - 1)
-    out.copy_((upper << low_bits) + lower + lo)
+    lower = (pair >> (start & 31)) & ((1 << num_low_bits) - 1)
+    out.copy_((upper << num_low_bits) + lower + lo)
 
 
-ALL = (1 << 32) - 1  # the bits of a word
-
-
-def _set_bits(words: Tensor, start: Tensor, values: Tensor) -> None:
-    """Words of 32 bits in which each value stands from its bit `start` on; none meets another."""
+def _write_bits(words: Tensor, start: Tensor, values: Tensor) -> None:
+    """Fill 32-bit words with values that begin at bit `start` each; no two have a bit in common."""
     sums = torch.zeros(words.numel() + 2, dtype=torch.int64, device=words.device)
     shifted = values << (start & 31)
-    sums.index_add_(0, start >> 5, shifted & ALL)  # in any order: bits that do not meet
+    # adding sets the bits, since no two values share one; so the order does not matter either
+    sums.index_add_(0, start >> 5, shifted & WORD_MASK)
     sums.index_add_(0, (start >> 5) + 1, shifted >> 32)
     words.copy_(sums[:-2])  # a value that ends with the last word has no bits beyond it
 
 
-def _bits(words: Tensor) -> Tensor:
-    """A row for each word, the lowest bit first."""
-    where = torch.arange(32, dtype=torch.int32, device=words.device)
-    return (words.unsqueeze(1) >> where).bitwise_and_(1).bool()
+def _unpacked_bits(words: Tensor) -> Tensor:
+    """All bits of the words as a flat mask, the lowest bit of each word first."""
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    return (words.unsqueeze(1) >> shifts).bitwise_and_(1).bool().view(-1)

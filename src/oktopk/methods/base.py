@@ -18,7 +18,7 @@ from oktopk.methods.candidates import Candidates
 from oktopk.methods.cost_model import Cost, Work
 from oktopk.methods.state import MethodState
 from oktopk.sparse import Sparse
-from oktopk.wire.codec import Form
+from oktopk.wire.codec import CodecName
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Exchange(Protocol):
         dense_part: Tensor,
         k: int,
         state: MethodState,
-        codec: Form,
+        codec: CodecName,
         comm: Comm,
     ) -> SparseSum: ...
 
@@ -116,7 +116,7 @@ class SparseMethod(Method):
     """A method without it must see the whole gradient before it can choose."""
 
 
-def codec_for(values: Tensor, codec: Form) -> Form:
+def codec_for(values: Tensor, codec: CodecName) -> CodecName:
     """float64 gradients travel unrounded: whoever uses them wants every bit."""
     return "plain" if values.dtype == torch.float64 else codec
 

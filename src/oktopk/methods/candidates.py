@@ -36,14 +36,14 @@ class Candidates:
 
     def add_bucket(self, residual: Tensor, grad: Tensor, acc: Tensor) -> None:
         """Set `acc = residual + grad` and store the entries of it that reach the threshold."""
-        if not kernels.finds_at_once(acc):  # `find_in` will: one launch instead of one per bucket
+        if not kernels.is_synchronous(acc):  # `find_in` will: one launch instead of one per bucket
             torch.add(residual, grad, out=acc)
             return
-        parts = kernels.spans(acc)
+        parts = kernels.thread_slices(acc)
         if len(parts) == 1:
             self._append(*self._find(residual, grad, acc, self._free))
             return
-        found = kernels.side_by_side(
+        found = kernels.run_in_threads(
             lambda part: self._find(residual[part], grad[part], acc[part], None), parts
         )
         for sparse, num_reaching in found:
@@ -53,7 +53,7 @@ class Candidates:
 
     def find_in(self, acc: Tensor) -> None:
         """Find the candidates in the whole of `acc`, unless `add_bucket` already has."""
-        if not kernels.finds_at_once(acc):
+        if not kernels.is_synchronous(acc):
             found, self.num_reaching = kernels.select(acc, self.threshold, self.capacity)
             self.buffer = found.indices, found.values
             self.num, self.numel = found.num, found.numel

@@ -21,7 +21,7 @@ from oktopk.methods.selection import top_entries
 from oktopk.methods.state import MethodState
 from oktopk.sparse import Sparse, empty
 from oktopk.wire import message
-from oktopk.wire.codec import Form, Run, room
+from oktopk.wire.codec import CodecName, EntryRange, allocate_entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class Node:
     """What a rank knows in the tree: the communicator, the codec, and the sizes of the vectors."""
 
     comm: Comm
-    codec: Form
+    codec: CodecName
     like: Sparse
     num_dense: int
 
     def encode(self, entries: Sparse, dense_part: Tensor) -> tuple[Tensor, list[Sparse]]:
         """The message of some entries, and what rounding takes off them, if anything."""
-        run = Run(entries.num, 0, entries.numel)
+        run = EntryRange(entries.num, 0, entries.numel)
         words, decoded = message.write(entries.indices, entries.values, run, self.codec, dense_part)
         if self.codec == "plain":
             return words, []
@@ -43,8 +43,8 @@ class Node:
 
     def decode(self, words: Tensor, num: int) -> tuple[Sparse, Tensor]:
         """The entries of a message, and what travels dense beside them."""
-        run = Run(num, 0, self.like.numel)
-        indices, _, values, _ = room([run], self.like.values)
+        run = EntryRange(num, 0, self.like.numel)
+        indices, _, values, _ = allocate_entries([run], self.like.values)
         dense_part = message.read(words, run, self.codec, indices, values)
         return Sparse(indices, values, self.like.numel), dense_part
 
@@ -60,15 +60,15 @@ class Node:
         num_incoming = self.comm.shift(num, target, source, device, stage=stage)
         sizes = {}
         if source is not None:
-            run = Run(num_incoming, 0, self.like.numel)
-            sizes[source] = message.size(run, self.codec, dtype, self.num_dense)
+            run = EntryRange(num_incoming, 0, self.like.numel)
+            sizes[source] = message.num_words(run, self.codec, dtype, self.num_dense)
         outgoing = {target: words} if target is not None and words is not None else {}
         received = self.comm.exchange(outgoing, sizes, device, stage=stage)
         return None if source is None else (received[source], num_incoming)
 
 
 def exchange(
-    local: Sparse, dense_part: Tensor, k: int, state: MethodState, codec: Form, comm: Comm
+    local: Sparse, dense_part: Tensor, k: int, state: MethodState, codec: CodecName, comm: Comm
 ) -> SparseSum:
     """Merge pairwise up a binomial tree, then pass the k entries of the root down.
 

@@ -71,7 +71,7 @@ def probe_kernels(comm: Comm, device: torch.device, numel: int = 2**21) -> Kerne
         comm.all_gather_size(0, device, stage="probe")  # so that all ranks start together
         start = perf_counter()
         kernels.accumulate_select(residual, x, acc, threshold, 2 * kept)
-        kernels.settle_(x, acc, chosen, chosen, comm.size)
+        kernels.apply_result_(x, acc, chosen, chosen, comm.size)
         _synchronize(device)
         elements.append(perf_counter() - start)
         start = perf_counter()

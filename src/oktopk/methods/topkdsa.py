@@ -15,11 +15,11 @@ from oktopk.methods.ok_topk.balance import gather
 from oktopk.methods.ok_topk.regions import equal_bounds, split_reduce
 from oktopk.methods.state import MethodState
 from oktopk.sparse import Sparse
-from oktopk.wire.codec import Form, Run, num_words, words_per_value
+from oktopk.wire.codec import CodecName, EntryRange, num_words, words_per_value
 
 
 def exchange(
-    local: Sparse, dense_part: Tensor, k: int, state: MethodState, codec: Form, comm: Comm
+    local: Sparse, dense_part: Tensor, k: int, state: MethodState, codec: CodecName, comm: Comm
 ) -> SparseSum:
     """Sum equal regions, then gather all sums; as dense vectors where that takes fewer words.
 
@@ -30,7 +30,7 @@ def exchange(
     reduced = split_reduce(local, dense_part, bounds, comm, codec)
     counts = comm.all_gather_size(reduced.region.num, local.values.device, stage="counts")
     sparse_words = sum(
-        num_words(Run(count, lo, hi), codec, dtype)
+        num_words(EntryRange(count, lo, hi), codec, dtype)
         for count, (lo, hi) in zip(counts, pairwise(bounds), strict=True)
     )
     if sparse_words < local.numel * words_per_value(dtype):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from oktopk import kernels
-from oktopk.kernels.reference import arrives
+from oktopk.kernels.reference import arrival_mask
 from oktopk.optim.adam_state import (
     FIRST,
     KNOWN,
@@ -187,7 +187,7 @@ class StalenessCorrection:
                 late.append(Moment(grad, square, peak, arrived, betas[id(parameter)]))
             if square is None or not self._trusted:  # no state yet, or on another rank
                 _, found_inf = scaling(self._local, grad.device)
-                arrived.masked_fill_(arrives(grad, found_inf), step)
+                arrived.masked_fill_(arrival_mask(grad, found_inf), step)
         if self._trusted:
             for device in {moment.grad.device for moment in late}:
                 self._correct([moment for moment in late if moment.grad.device == device], step)
@@ -201,21 +201,21 @@ class StalenessCorrection:
         device = moments[0].grad.device
         orders = [stored_alike(*(x for x in m if isinstance(x, Tensor))) for m in moments]
         late = [
-            kernels.Late(
+            kernels.SecondMoment(
                 grad=flattened(m.grad, as_stored),
-                square=flattened(m.square, as_stored),
-                arrived=flattened(m.arrived, as_stored),
+                exp_avg_sq=flattened(m.square, as_stored),
+                last_arrival=flattened(m.arrived, as_stored),
                 shares=shares(m.beta, step + 2, device),
-                beta=m.beta,
+                beta2=m.beta,
             )
             for m, as_stored in zip(moments, orders, strict=True)
         ]
-        found = kernels.take_late(late, step, *scaling(self._local, device))
+        found = kernels.correct_second_moments_(late, step, *scaling(self._local, device))
         for m, flat, as_stored, (where, was, after) in zip(
             moments, late, orders, found, strict=True
         ):
-            put_back(m.arrived, flat.arrived)
-            put_back(m.square, flat.square)
+            put_back(m.arrived, flat.last_arrival)
+            put_back(m.square, flat.exp_avg_sq)
             self._due.append((m.square, as_stored, where, was, after))
             if m.peak is not None:  # the step itself may see more than was meant
                 most = flattened(m.peak, as_stored)[where]

@@ -33,7 +33,7 @@ from oktopk.utils.files import (
     read_text,
 )
 from oktopk.utils.units import few
-from oktopk.wire.codec import Form
+from oktopk.wire.codec import CodecName
 
 SHIPPED = Path(__file__).parent / "configs"
 DEFAULT = "quickstart"
@@ -86,7 +86,7 @@ class Config:
 
     method: str = option("oktopk", "how gradients are exchanged", *METHODS, "auto")
     density: float = option(0.02, "fraction of the gradient that is kept")
-    wire: str = option("bf16", "how entries travel", *get_args(Form))
+    wire: str = option("bf16", "how entries travel", *get_args(CodecName))
     warmup_steps: int = option(128, "dense steps before the sparse phase")
     ramp_steps: int = option(0, "steps after them in which the density falls from 25 %")
     exact_every: int = option(32, "steps between exact thresholds over the whole model")

@@ -34,7 +34,7 @@ from oktopk.train.data.manifest import (
 from oktopk.train.data.speak import speak
 from oktopk.train.models.lstman4 import Lstman4
 from oktopk.train.probe import Probe
-from oktopk.wire.codec import Form
+from oktopk.wire.codec import CodecName
 
 log = logging.getLogger("oktopk")
 
@@ -221,7 +221,7 @@ def set_up(config: Config, comm: Comm, device: torch.device, place: Place) -> Ru
         optimizer=optimizer,
         method=config.method,
         density=config.density,
-        wire=cast(Form, config.wire),
+        wire=cast(CodecName, config.wire),
         warmup_steps=config.warmup_steps,
         ramp_steps=config.ramp_steps,
         exact_every=config.exact_every,

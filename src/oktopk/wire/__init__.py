@@ -1,1 +1,1 @@
-"""How selected entries become words of 32 bits: codecs of indices and values, and messages."""
+"""What is sent: codecs, which write selected entries as words of 32 bits, and messages."""

@@ -1,67 +1,89 @@
-"""A letter: a run of entries, and riders behind it.
+"""Messages: selected entries, and values that travel dense behind them.
 
-Riders are values that must arrive whole: biases, norms and tiny tensors are not worth indices, nor
-a round trip of their own. They are carried along in the messages that travel anyway, exactly.
+Biases, norms and tiny tensors are not worth indices, nor a message of their own. All of their
+values travel, in their own dtype and exactly, at the end of the messages of the sparse exchange.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from oktopk.wire import codec
-from oktopk.wire.codec import Form, Run
+from oktopk.wire.codec import CodecName, EntryRange
 
 
-def size(run: Run, form: Form, dtype: torch.dtype, num_riders: int) -> int:
-    """Words of a letter; what both sides know without a message."""
-    return codec.num_words(run, form, dtype) + num_riders * codec.words_per_value(dtype)
+class Message(NamedTuple):
+    """The decoded content of one message, or of several."""
+
+    indices: Tensor
+    values: Tensor
+    dense_part: Tensor
+    """The values that travel dense behind the entries."""
+
+
+def num_words(
+    entries: EntryRange, codec_name: CodecName, dtype: torch.dtype, num_dense: int
+) -> int:
+    """The size of a message in words, as sender and receiver compute it."""
+    return codec.num_words(entries, codec_name, dtype) + num_dense * codec.words_per_value(dtype)
 
 
 def write(
-    indices: Tensor, values: Tensor, run: Run, form: Form, rider: Tensor
+    indices: Tensor, values: Tensor, entries: EntryRange, codec_name: CodecName, dense_part: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The words of a letter, and the values of its run as they will arrive. O(num)."""
-    run_words = codec.num_words(run, form, values.dtype)
+    """Encode a message. O(count).
+
+    Returns its words, and the values of its entries as the receiver will read them.
+    """
+    num_entry_words = codec.num_words(entries, codec_name, values.dtype)
     words = torch.empty(
-        size(run, form, values.dtype, rider.numel()), dtype=torch.int32, device=values.device
+        num_words(entries, codec_name, values.dtype, dense_part.numel()),
+        dtype=torch.int32,
+        device=values.device,
     )
-    words[run_words:] = rider.contiguous().view(torch.int32)
-    return words, codec.encode(indices, values, run, form, words[:run_words])
+    words[num_entry_words:] = dense_part.contiguous().view(torch.int32)
+    return words, codec.encode(indices, values, entries, codec_name, words[:num_entry_words])
 
 
-def read(words: Tensor, run: Run, form: Form, indices: Tensor, values: Tensor) -> Tensor:
-    """Fill `indices` and `values` with those of a letter; its riders. O(num)."""
-    run_words = codec.num_words(run, form, values.dtype)
-    codec.decode(words[:run_words], run, form, indices, values)
-    return words[run_words:].clone().view(values.dtype)
+def read(
+    words: Tensor, entries: EntryRange, codec_name: CodecName, indices: Tensor, values: Tensor
+) -> Tensor:
+    """Decode a message: fill `indices` and `values`, and return its dense part. O(count)."""
+    num_entry_words = codec.num_words(entries, codec_name, values.dtype)
+    codec.decode(words[:num_entry_words], entries, codec_name, indices, values)
+    # the copy is aligned for float64, which may start at an odd word here
+    return words[num_entry_words:].clone().view(values.dtype)
 
 
 def read_all(
-    heard: dict[int, Tensor],
-    runs: list[Run],
-    form: Form,
-    mine: tuple[int, Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """All ranks' entries, one rank after the other, and the sum of their riders in rank order.
+    received: dict[int, Tensor],
+    ranges: list[EntryRange],
+    codec_name: CodecName,
+    own: Message,
+    rank: int,
+) -> Message:
+    """Decode one message of every rank: all entries in rank order, and the sum of the dense parts.
 
-    `mine` has this rank's number, indices, values and riders, which nobody has to send it.
+    `own` is what this rank would have sent to itself. The sum is taken in rank order, so it has the
+    same bits wherever it is computed.
     """
-    rank, own_indices, own_values, own_rider = mine
-    indices, index_parts, values, value_parts = codec.room(runs, own_values)
-    riders = []
-    for peer, run in enumerate(runs):
+    indices, index_parts, values, value_parts = codec.allocate_entries(ranges, own.values)
+    dense_parts = []
+    for peer, entries in enumerate(ranges):
         if peer == rank:
-            index_parts[peer].copy_(own_indices)
-            value_parts[peer].copy_(own_values)
-            riders.append(own_rider)
+            index_parts[peer].copy_(own.indices)
+            value_parts[peer].copy_(own.values)
+            dense_parts.append(own.dense_part)
         else:
-            riders.append(read(heard[peer], run, form, index_parts[peer], value_parts[peer]))
-    return indices, values, in_rank_order(riders)
+            parts = index_parts[peer], value_parts[peer]
+            dense_parts.append(read(received[peer], entries, codec_name, *parts))
+    return Message(indices, values, _sum_in_order(dense_parts))
 
 
-def in_rank_order(parts: list[Tensor]) -> Tensor:
-    """The sum of parts, in their order."""
+def _sum_in_order(parts: list[Tensor]) -> Tensor:
     total = parts[0].clone()
     for part in parts[1:]:
         total += part

@@ -40,7 +40,7 @@ from oktopk.optim.presets import apply_preset, schedule_after_warmup, warn_if_sh
 from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.settings import OnNonfinite, Scope, Settings
 from oktopk.utils.arguments import choice, integer, shown
-from oktopk.wire.codec import Form
+from oktopk.wire.codec import CodecName
 
 log = logging.getLogger("oktopk")
 
@@ -62,7 +62,7 @@ def attach(
     clip_before: float | None = None,
     policy: Policy | None = None,
     scope: Scope = "model",
-    wire: Form = "bf16",
+    wire: CodecName = "bf16",
     group_numel: int = 2**25,
     exact_every: int = 32,
     bounds_every: int = 64,

@@ -17,7 +17,14 @@ from torch import Tensor
 from oktopk.comm.communicator import Comm
 from oktopk.sparse import Sparse
 from oktopk.wire import message
-from oktopk.wire.codec import Form, Run, decode, num_words, room, words_per_value
+from oktopk.wire.codec import (
+    CodecName,
+    EntryRange,
+    allocate_entries,
+    decode,
+    num_words,
+    words_per_value,
+)
 
 UNEVEN = 4  # the paper's rule: balance when the largest share is over 4 times the mean
 
@@ -115,7 +122,7 @@ def gather(
     bounds: list[int],
     dense_share: Tensor,
     comm: Comm,
-    codec: Form,
+    codec: CodecName,
     *,
     balanced: bool = False,
 ) -> Gathered:
@@ -155,7 +162,7 @@ Piece = tuple[int, int]
 
 def _pieces(
     counts: list[int], bounds: list[int], moves: list[tuple[int, int, int]]
-) -> dict[Piece, Run]:
+) -> dict[Piece, EntryRange]:
     """All pieces in index order: what an owner keeps comes before what it hands over."""
     left = list(counts)
     for source, _, num in moves:
@@ -165,13 +172,13 @@ def _pieces(
         + [(source, target, target, num) for source, target, num in moves]
     )
     return {
-        (source, holder): Run(num, bounds[source], bounds[source + 1])
+        (source, holder): EntryRange(num, bounds[source], bounds[source + 1])
         for source, _, holder, num in keys
     }
 
 
 def _encoded(
-    kept: Sparse, own: list[tuple[Piece, Run]], codec: Form
+    kept: Sparse, own: list[tuple[Piece, EntryRange]], codec: CodecName
 ) -> tuple[dict[Piece, Tensor], Tensor]:
     """This rank's pieces as words, and all its values as the receivers will decode them."""
     counts = [run.count for _, run in own]
@@ -185,7 +192,7 @@ def _encoded(
 
 
 def _read_blocks(
-    block: Tensor, runs: dict[Piece, Run], dense_share: Tensor, comm: Comm, codec: Form
+    block: Tensor, runs: dict[Piece, EntryRange], dense_share: Tensor, comm: Comm, codec: CodecName
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Send this rank's block to all; return the indices, values and dense shares of all blocks."""
     dtype = dense_share.dtype
@@ -200,7 +207,7 @@ def _read_blocks(
     sizes = {rank: sum(widths[rank]) for rank in comm.peers}
     blocks = comm.exchange(dict.fromkeys(comm.peers, block), sizes, block.device, stage="gather")
     blocks[comm.rank] = block
-    indices, index_parts, values, value_parts = room(list(runs.values()), dense_share)
+    indices, index_parts, values, value_parts = allocate_entries(list(runs.values()), dense_share)
     position = {key: number for number, key in enumerate(runs)}
     dense_parts = []
     for rank, keys in held.items():

@@ -16,11 +16,11 @@ from oktopk.methods.ok_topk.regions import balanced_bounds, single_owner_bounds,
 from oktopk.methods.ok_topk.selection import near_exact, propose_candidates
 from oktopk.methods.state import MethodState
 from oktopk.sparse import Sparse
-from oktopk.wire.codec import Form
+from oktopk.wire.codec import CodecName
 
 
 def exchange(
-    local: Sparse, dense_part: Tensor, k: int, state: MethodState, codec: Form, comm: Comm
+    local: Sparse, dense_part: Tensor, k: int, state: MethodState, codec: CodecName, comm: Comm
 ) -> SparseSum:
     """Sum the selections of all ranks and keep about k sums. At most 6k(P-1)/P words, whatever P.
 

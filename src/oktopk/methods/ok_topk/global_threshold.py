@@ -17,14 +17,14 @@ from torch import Tensor
 
 from oktopk import kernels
 from oktopk.comm.communicator import Comm
+from oktopk.kernels.radix import kth_largest
 from oktopk.methods.ok_topk.balance import affordable, must_balance, within_bound
 from oktopk.methods.selection import TOLERANCE
 from oktopk.methods.state import MethodState, ThresholdEstimate, slope_between
 from oktopk.sparse import Sparse
 from oktopk.utils.device import to_host
 
-DIGIT = 8  # bits found per round
-RADIX = 1 << DIGIT
+DIGIT_BITS = 8  # bits of the threshold found per round
 GRID_SIZE = 12
 GRID_RATIO = 1.08  # expected ratio of the counts of neighbouring thresholds of the grid
 
@@ -77,7 +77,7 @@ def _by_grid(
 ) -> Kept | None:
     """Take the threshold of the grid whose count is nearest k; None if none is within 10 %."""
     thresholds = estimate.grid(GRID_SIZE, GRID_RATIO)
-    num_reaching = kernels.count_reaching(region.values, thresholds)
+    num_reaching = kernels.count_at_least(region.values, thresholds)
     header = torch.cat([num_reaching, num_reaching.new_full((1,), num_sent)])
     table = to_host(*comm.all_gather(header, stage="counts"))
     totals = [sum(column) for column in zip(*table, strict=True)]
@@ -126,34 +126,25 @@ def kth_over_ranks(values: Tensor, k: int, comm: Comm) -> float:
         return math.inf
     integer = torch.int32 if values.dtype == torch.float32 else torch.int64
     bits = values.abs().view(integer)
-    shift, prefix = values.dtype.itemsize * 8, 0
-    while shift > 0:
-        shift -= DIGIT
+
+    def count_digits(prefix: int, shift: int, digit_bits: int) -> list[int]:
+        radix = 1 << digit_bits
         digits = bits >> shift
         # values that begin with other digits than those found are counted in one more bin
-        last = torch.where(digits >> DIGIT == prefix, digits & (RADIX - 1), RADIX)
-        bins = kernels.histogram(last, RADIX + 1)[:RADIX]
-        (counts,) = to_host(comm.sum_small(bins, stage="threshold"))
-        digit, k = _digit_of(counts, k)
-        prefix = prefix << DIGIT | digit
-    found = kernels.magnitude(prefix, values.dtype)
+        last = torch.where(digits >> digit_bits == prefix, digits & (radix - 1), radix)
+        bins = kernels.histogram(last, radix + 1)[:radix]
+        return to_host(comm.sum_small(bins, stage="threshold"))[0]
+
+    kth = kth_largest(k, values.dtype.itemsize * 8, DIGIT_BITS, count_digits)
+    found = kernels.from_bits(kth, values.dtype)
     return math.inf if math.isnan(found) else found
 
 
-def _digit_of(counts: list[int], k: int) -> tuple[int, int]:
-    """The digit of the k-th value from the top, and its rank among those that share the digit."""
-    for digit in range(len(counts) - 1, 0, -1):
-        if counts[digit] >= k:
-            return digit, k
-        k -= counts[digit]
-    return 0, k
-
-
 def _reaching(sparse: Sparse, threshold: float, num: int) -> Sparse:
-    chosen = kernels.take(sparse.values, threshold, num)
+    chosen = kernels.select_counted(sparse.values, threshold, num)
     return Sparse(sparse.indices[chosen.indices], chosen.values, sparse.numel)
 
 
 def _masked(sparse: Sparse, keep: Tensor, num: int) -> Sparse:
-    where = kernels.places(keep, num)
+    where = kernels.nonzero_counted(keep, num)
     return Sparse(sparse.indices[where], sparse.values[where], sparse.numel)

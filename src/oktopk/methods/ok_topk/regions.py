@@ -12,7 +12,7 @@ from oktopk.comm.communicator import Comm, equal_shares
 from oktopk.sparse import Sparse
 from oktopk.utils.device import to_device, to_host
 from oktopk.wire import message
-from oktopk.wire.codec import Form, Run
+from oktopk.wire.codec import CodecName, EntryRange
 
 
 def equal_bounds(numel: int, size: int) -> list[int]:
@@ -64,7 +64,7 @@ class Reduced:
 
 
 def split_reduce(
-    local: Sparse, dense_part: Tensor, bounds: list[int], comm: Comm, codec: Form
+    local: Sparse, dense_part: Tensor, bounds: list[int], comm: Comm, codec: CodecName
 ) -> Reduced:
     """Send every entry to the owner of its region, and sum this rank's region in rank order.
 
@@ -78,16 +78,18 @@ def split_reduce(
     decoded = list(local.values.split(splits))  # entries of the own region are not encoded
     indices = local.indices.split(splits)
     for peer in comm.peers:
-        run = Run(splits[peer], bounds[peer], bounds[peer + 1])
+        run = EntryRange(splits[peer], bounds[peer], bounds[peer + 1])
         outgoing[peer], decoded[peer] = message.write(
             indices[peer], decoded[peer], run, codec, shares[peer]
         )
     lo, hi = bounds[rank], bounds[rank + 1]
-    runs = [Run(count, lo, hi) for count in num_incoming]
-    sizes = {peer: message.size(runs[peer], codec, dtype, shares.shape[1]) for peer in comm.peers}
+    runs = [EntryRange(count, lo, hi) for count in num_incoming]
+    sizes = {
+        peer: message.num_words(runs[peer], codec, dtype, shares.shape[1]) for peer in comm.peers
+    }
     received = comm.exchange(outgoing, sizes, local.values.device, stage="split")
-    own = rank, indices[rank], decoded[rank], shares[rank]
-    all_indices, all_values, dense_share = message.read_all(received, runs, codec, own)
+    own = message.Message(indices[rank], decoded[rank], shares[rank])
+    all_indices, all_values, dense_share = message.read_all(received, runs, codec, own, comm.rank)
     region = kernels.merge(all_indices, all_values, num_incoming, lo, hi)
     return Reduced(
         Sparse(region.indices, region.values, local.numel),

@@ -27,9 +27,9 @@ def propose_candidates(acc: Tensor, k: int, state: MethodState) -> Candidates | 
 
 def _buffer(state: MethodState, capacity: int, acc: Tensor) -> EntryBuffer:
     """The buffer of the last step, if it is large enough: fresh memory costs a fault per page."""
-    if not kernels.finds_at_once(acc):  # then `Candidates.find_in` allocates its own
+    if not kernels.is_synchronous(acc):  # then `Candidates.find_in` allocates its own
         return acc.new_empty(0, dtype=torch.int32), acc.new_empty(0)
-    buffer, needed = state.buffer, capacity + kernels.SLACK
+    buffer, needed = state.buffer, capacity + kernels.SPARE_SLOTS
     if buffer is None or buffer[0].numel() < needed or buffer[1].dtype != acc.dtype:
         buffer = acc.new_empty(needed, dtype=torch.int32), acc.new_empty(needed)
         state.buffer = buffer

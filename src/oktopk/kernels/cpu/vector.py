@@ -1,6 +1,6 @@
-"""Vector instructions numba has no word for: compare 32 values at once, get a bit per hit.
+"""Vector instructions that numba does not offer: compare 32 values at once, get a bit per hit.
 
-Written as LLVM vectors, which become AVX on x86, NEON on ARM.
+They are written as operations on LLVM vectors, which become AVX on x86 and NEON on ARM.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-# "numpy": a division by 0 is Inf or NaN, as in torch, and needs no branch
+# error_model "numpy": a division by 0 gives Inf or NaN, as in torch, and needs no branch
 compiled = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 
 WIDTH = 32  # values compared at once: one 32-bit word of hits
 
 
 def _pointer(context, builder, array_type, array, position):
-    """Where 32 values of an array start, as a pointer to a vector."""
+    """A pointer to the vector of 32 values that starts at `position` of an array."""
     lane = ir.FloatType() if array_type.dtype.bitwidth == 32 else ir.DoubleType()
     lanes = ir.VectorType(lane, WIDTH)
     data = context.make_array(array_type)(context, builder, array).data
@@ -26,12 +26,16 @@ def _pointer(context, builder, array_type, array, position):
 
 def _load(builder, pointer, width):
     vector = builder.load(pointer)
-    vector.align = width // 8  # of one value: a flat view may start anywhere
+    # the alignment of one value, not of a vector: a view may start at any value
+    vector.align = width // 8
     return vector
 
 
 def _hits(builder, vector, threshold, bits):
-    """One bit per lane: magnitude bits >= threshold bits, compared as integers."""
+    """A word with one bit per lane: whether the magnitude reaches the threshold.
+
+    Both are compared as integers, so that a NaN is larger than every number.
+    """
     lanes = ir.VectorType(ir.IntType(bits), WIDTH)
     magnitude = builder.and_(
         builder.bitcast(vector, lanes), ir.Constant(lanes, [(1 << (bits - 1)) - 1] * WIDTH)
@@ -45,7 +49,7 @@ def _hits(builder, vector, threshold, bits):
 
 @intrinsic
 def hit_word(typing, x, position, threshold):
-    """Which of x[position : position + 32] reach the threshold (given as bits)."""
+    """A bit for each of x[position : position + 32] that reaches the threshold, given as bits."""
     bits = x.dtype.bitwidth
     integer = types.int32 if bits == 32 else types.int64
     signature = types.uint32(x, types.intp, integer)
@@ -59,7 +63,7 @@ def hit_word(typing, x, position, threshold):
 
 @intrinsic
 def add_hit_word(typing, residual, grad, acc, position, threshold):
-    """As hit_word on acc, after acc = residual + grad for these 32."""
+    """Set acc = residual + grad for 32 values from `position` on; then as `hit_word` on acc."""
     bits = acc.dtype.bitwidth
     integer = types.int32 if bits == 32 else types.int64
     signature = types.uint32(residual, grad, acc, types.intp, integer)
@@ -77,15 +81,16 @@ def add_hit_word(typing, residual, grad, acc, position, threshold):
 
 @intrinsic
 def prefetch(typing, x, position):
-    """Have x[position] brought near, to be written soon. Costs nothing when it is near already."""
+    """Fetch the cache line of x[position] ahead of a write to it."""
 
     def codegen(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        ask = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        place = builder.bitcast(builder.gep(data, [args[1]]), byte)
-        builder.call(ask, [place, number(1), number(3), number(1)])
+        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        types_ = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        instruction = builder.module.declare_intrinsic("llvm.prefetch", [pointer], types_)
+        address = builder.bitcast(builder.gep(data, [args[1]]), pointer)
+        # for writing, into every level of cache, of data rather than instructions
+        builder.call(instruction, [address, number(1), number(3), number(1)])
         return context.get_dummy_value()
 
     return types.none(x, types.intp), codegen
@@ -93,7 +98,7 @@ def prefetch(typing, x, position):
 
 @intrinsic
 def lowest_bit(typing, word):
-    """Position of the lowest set bit; 32 for an empty word."""
+    """The position of the lowest set bit of a word; 32 if there is none."""
 
     def codegen(context, builder, signature, args):
         return builder.cttz(args[0], ir.IntType(1)(0))
@@ -103,7 +108,7 @@ def lowest_bit(typing, word):
 
 @intrinsic
 def num_bits(typing, word):
-    """How many bits are set."""
+    """How many bits of a word are set."""
 
     def codegen(context, builder, signature, args):
         return builder.ctpop(args[0])

@@ -1,0 +1,137 @@
+"""Sums of sparse vectors, and what is done with the result, in numba."""
+
+# pyright: reportCallIssue=false
+# (numba passes an intrinsic its first argument itself)
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from oktopk.kernels.cpu.vector import compiled, lowest_bit, prefetch
+from oktopk.sparse import Sparse
+
+PREFETCH_DISTANCE = 24  # entries between a prefetch and the write that needs it
+ZERO_BLOCK = 1024  # values zeroed at once: they are still in the L1 cache when results are written
+MERGE_BLOCK = 2**15  # sums taken together: they fit the L2 cache
+
+
+@compiled
+def _merge(indices, values, starts, ends, lo, width, sums, is_set, out_indices, out_values):
+    """Sum the parts block by block, so that the sums stay in the cache; count the entries.
+
+    Within a block, parts are added in their order. `is_set` has a bit for each sum of the block.
+    `sums` and `is_set` are zeros before and after. `starts` advances to `ends`.
+    """
+    count = 0
+    for block in range(0, width, MERGE_BLOCK):
+        base, limit = lo + block, lo + min(block + MERGE_BLOCK, width)
+        for part in range(starts.size):
+            i = starts[part]
+            while i < ends[part] and indices[i] < limit:
+                at = np.intp(indices[i]) - base
+                sums[at] += values[i]
+                is_set[at >> 5] |= np.uint32(1) << np.uint32(at & 31)
+                i += 1
+            starts[part] = i
+        for word in range((limit - base + 31) >> 5):
+            hits = is_set[word]
+            is_set[word] = 0
+            while hits:
+                at = word * 32 + np.intp(lowest_bit(hits))
+                out_indices[count] = at + base
+                out_values[count] = sums[at]
+                sums[at] = 0
+                hits &= hits - np.uint32(1)
+                count += 1
+    return count
+
+
+@compiled
+def _apply_result(grad, residual, result, sums, indices, values, factor, divisor, offset):
+    """Write zeros and results in one walk, so that every cache line of grad is written once.
+
+    `result` and `sums` are the global sum, `indices` and `values` what this rank sent. Both lists
+    of indices ascend, so one walk over both finds those that they share.
+    """
+    zeroed = i = 0
+    for j in range(result.size):
+        if j + PREFETCH_DISTANCE < result.size:
+            prefetch(residual, np.intp(result[j + PREFETCH_DISTANCE]) - offset)
+        at = np.intp(result[j]) - offset
+        if at >= zeroed:
+            end = min((at // ZERO_BLOCK + 1) * ZERO_BLOCK, grad.size)
+            grad[zeroed:end] = 0
+            zeroed = end
+        grad[at] = sums[j] * factor / divisor
+        while i < indices.size and indices[i] < result[j]:
+            i += 1
+        if i < indices.size and indices[i] == result[j]:
+            residual[at] -= values[i] * factor
+    grad[zeroed:] = 0
+
+
+@compiled
+def _subtract_common(residual, result, indices, values, factor, offset):
+    """Subtract `values` at the indices that both ascending lists have."""
+    i = 0
+    for j in range(result.size):
+        while i < indices.size and indices[i] < result[j]:
+            i += 1
+        if i < indices.size and indices[i] == result[j]:
+            residual[result[j] - offset] -= values[i] * factor
+
+
+@compiled
+def _add_at(x, indices, values, factor, offset):
+    for i in range(indices.size):
+        if i + PREFETCH_DISTANCE < indices.size:
+            prefetch(x, np.intp(indices[i + PREFETCH_DISTANCE]) - offset)
+        x[indices[i] - offset] += values[i] * factor
+
+
+def merge(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) -> Sparse:
+    at_most = min(indices.numel(), hi - lo)
+    out_indices = torch.empty(at_most, dtype=torch.int32)
+    out_values = torch.empty(at_most, dtype=values.dtype)
+    ends = np.cumsum(splits)
+    num = _merge(
+        indices.numpy(),
+        values.numpy(),
+        ends - splits,
+        ends,
+        lo,
+        hi - lo,
+        np.zeros(MERGE_BLOCK, values.numpy().dtype),
+        np.zeros(MERGE_BLOCK // 32, np.uint32),
+        out_indices.numpy(),
+        out_values.numpy(),
+    )
+    return Sparse(out_indices[:num], out_values[:num], hi)
+
+
+def apply_result_(
+    grad: Tensor,
+    residual: Tensor,
+    result: Sparse,
+    sent: Sparse,
+    divisor: int,
+    factor: float,
+    offset: int = 0,
+) -> None:
+    number = result.values.numpy().dtype.type
+    indices, sent_lists = result.indices.numpy(), (sent.indices.numpy(), sent.values.numpy())
+    if grad.dtype == result.values.dtype:
+        lists = indices, result.values.numpy(), *sent_lists
+        numbers = number(factor), number(divisor)
+        _apply_result(grad.numpy(), residual.numpy(), *lists, *numbers, offset)
+    else:  # such as a gradient in bfloat16, which numba does not have
+        grad.zero_()
+        grad[result.indices.long() - offset] = (result.values * factor / divisor).to(grad.dtype)
+        _subtract_common(residual.numpy(), indices, *sent_lists, number(factor), offset)
+
+
+def add_at_(x: Tensor, sparse: Sparse, factor: float, offset: int = 0) -> None:
+    values = sparse.values.numpy()
+    _add_at(x.numpy(), sparse.indices.numpy(), values, values.dtype.type(factor), offset)

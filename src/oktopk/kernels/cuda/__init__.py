@@ -1,0 +1,43 @@
+"""The kernels for GPUs in Triton; with TRITON_INTERPRET=1 they run on CPU tensors as well.
+
+Where a kernel of our own would be no faster, the one in plain torch is used.
+"""
+
+from oktopk.kernels.cuda.elias_fano import decode_elias_fano, encode_elias_fano
+from oktopk.kernels.cuda.selection import (
+    accumulate_select,
+    kth_magnitude,
+    select,
+    select_counted,
+)
+from oktopk.kernels.cuda.sums import apply_result_, merge
+from oktopk.kernels.reference import (
+    add_at_,
+    all_finite,
+    correct_second_moments_,
+    count_at_least,
+    finite_and_smallest,
+    smallest_magnitude,
+    trim,
+)
+
+SYNCHRONOUS: bool = False
+
+__all__ = [
+    "SYNCHRONOUS",
+    "accumulate_select",
+    "add_at_",
+    "all_finite",
+    "apply_result_",
+    "correct_second_moments_",
+    "count_at_least",
+    "decode_elias_fano",
+    "encode_elias_fano",
+    "finite_and_smallest",
+    "kth_magnitude",
+    "merge",
+    "select",
+    "select_counted",
+    "smallest_magnitude",
+    "trim",
+]

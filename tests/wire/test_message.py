@@ -1,0 +1,57 @@
+"""Messages: entries, and values that travel dense behind them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oktopk.wire import message
+from oktopk.wire.codec import CODECS, EntryRange
+from oktopk.wire.message import Message
+from wire_cases import DTYPES, ranges, same_bits, values
+
+
+@pytest.mark.parametrize("name", CODECS)
+@given(
+    case=ranges(max_count=40),
+    data=st.data(),
+    dtype=st.sampled_from(DTYPES),
+    num_dense=st.integers(0, 5),
+)
+@settings(deadline=None, max_examples=50)
+def test_a_message_is_read_as_the_sender_was_told(name, case, data, dtype, num_dense):
+    indices, entries = case
+    x = data.draw(values(entries.count, dtype))
+    dense = data.draw(values(num_dense, dtype))
+    words, received = message.write(indices, x, entries, name, dense)
+    assert words.numel() == message.num_words(entries, name, dtype, num_dense)
+    read_indices, read = torch.empty_like(indices), torch.empty_like(x)
+    read_dense = message.read(words, entries, name, read_indices, read)
+    assert read_indices.equal(indices) and same_bits(read, received)
+    assert same_bits(read_dense, dense)  # exactly, whatever the codec rounds
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_messages_of_all_ranks_are_read_in_rank_order(name, rank):
+    counts = [2, 0, 3]
+    sent = [
+        Message(
+            torch.arange(count, dtype=torch.int32) + peer,
+            torch.arange(count) + 0.5,
+            torch.tensor([1e8, 1.0, -1e8])[peer : peer + 1],
+        )
+        for peer, count in enumerate(counts)
+    ]
+    entries = [EntryRange(count, 0, 9) for count in counts]
+    words = {
+        peer: message.write(each.indices, each.values, entries[peer], name, each.dense_part)[0]
+        for peer, each in enumerate(sent)
+        if peer != rank
+    }
+    read = message.read_all(words, entries, name, sent[rank], rank)
+    assert read.indices.tolist() == [0, 1, 2, 3, 4]
+    assert read.values.tolist() == pytest.approx([0.5, 1.5, 0.5, 1.5, 2.5], abs=0.01)
+    assert read.dense_part.tolist() == [0.0]  # (1e8 + 1) - 1e8, in this order

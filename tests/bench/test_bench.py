@@ -28,9 +28,9 @@ from oktopk.methods.cost_model import (
     Work,
     break_even,
     cheapest,
-    entry_bits,
     seconds,
 )
+from oktopk.wire.codec import entry_bits
 
 permitted = pytest.mark.skipif(network._unshare() is None, reason=network.why_not())
 NUMEL, WORKERS = 40_000, 2

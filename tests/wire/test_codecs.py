@@ -147,6 +147,19 @@ def test_bits_per_entry(name, density):
     assert bits <= min(64, BITS[name] + (4.3 if density < 0.02 else 0))
 
 
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("density", [1e-6, 0.001, 0.02, 0.25])
+def test_the_estimate_of_bits_per_entry_is_that_of_a_real_message(name, density):
+    count = 5000
+    entries = EntryRange(count, 0, round(count / density))
+    bits = 32 * codec.num_words(entries, name, torch.float32) / count
+    assert codec.entry_bits(name, density) == pytest.approx(bits, abs=0.1)
+
+
+def test_everything_travels_plain_at_density_1():
+    assert codec.entry_bits("bf16", 1.0) == 64
+
+
 def test_memory_for_several_ranges_is_one_tensor_cut_into_views():
     entries = [EntryRange(3, 0, 9), EntryRange(0, 9, 9), EntryRange(2, 9, 20)]
     like = torch.empty(0, dtype=torch.float64)

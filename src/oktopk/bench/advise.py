@@ -8,9 +8,10 @@ import sys
 from oktopk.bench.network import UNSHAPED
 from oktopk.comm.communicator import Comm
 from oktopk.methods import METHODS
-from oktopk.methods.cost_model import KernelSpeed, Link, Work, entry_bits
+from oktopk.methods.cost_model import KernelSpeed, Link, Work
 from oktopk.methods.prediction import break_even
 from oktopk.settings import num_kept
+from oktopk.wire.codec import CodecName, entry_bits
 
 UNITS = {"tbit": 1e12, "gbit": 1e9, "mbit": 1e6, "kbit": 1e3, "bit": 1.0}
 
@@ -23,11 +24,11 @@ def bits_per_second(rate: str) -> float:
 
 def advise(
     numel: int, density: float, step_ms: float, rates: list[str], comm: Comm, speed: KernelSpeed,
-    link: Link, form: str,
+    link: Link, codec: CodecName,
 ) -> None:  # fmt: skip
     """Print the table; `link` is this network as it was measured."""
     say = sys.stdout.write if comm.rank == 0 else len
-    work = Work(numel, num_kept(numel, density), comm.size, entry_bits(form, density))
+    work = Work(numel, num_kept(numel, density), comm.size, entry_bits(codec, density))
     links = {
         f"{rate}": Link(link.latency, min(bits_per_second(rate) / 8, link.bandwidth))
         for rate in rates

@@ -18,9 +18,10 @@ from oktopk.bench.stream import gradients
 from oktopk.comm.communicator import Comm
 from oktopk.comm.simulated import Hub, SimulatedTransport, simulate
 from oktopk.methods import METHODS
-from oktopk.methods.cost_model import KernelSpeed, Link, Work, entry_bits
+from oktopk.methods.cost_model import KernelSpeed, Link, Work
 from oktopk.reducer import Reducer
 from oktopk.settings import num_kept
+from oktopk.wire.codec import entry_bits
 
 MOST = {"topka": 32, "oktopk": 256}  # ranks that are simulated; all ranks read all of topka
 PER_RUN = 128  # entries of one rank for another, at least, so that words rounded up do not count

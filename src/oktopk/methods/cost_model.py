@@ -9,15 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-VALUE_BITS = {"plain": 64.0, "fp32": 32.0, "bf16": 16.0, "fp16": 16.0, "int8": 8.1}
-
-
-def entry_bits(codec: str, density: float) -> float:
-    """Bits of an entry on the wire: its value, and at most 2 + log2(1/density) for its index."""
-    if codec == "plain" or density >= 1:
-        return VALUE_BITS["plain"]
-    return min(VALUE_BITS[codec] + 1.95 + math.log2(1 / density), VALUE_BITS["plain"])
-
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -51,7 +42,7 @@ class Work:
     """World size."""
 
     bits: float = 23.6
-    """Of an entry on the wire (`entry_bits`)."""
+    """Of an entry on the wire (`oktopk.wire.codec.entry_bits`)."""
 
     value_bytes: int = 4
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from oktopk.wire.indices import EliasFano, IndexCodec, Int32
 from oktopk.wire.indices import EntryRange as EntryRange
 from oktopk.wire.values import Cast, Int8Blocks, ValueCodec, Verbatim
+from oktopk.wire.words import WORD_BITS
 from oktopk.wire.words import words_per_value as words_per_value
 
 
@@ -52,6 +53,18 @@ PLAIN = CODECS["plain"]
 def num_words(entries: EntryRange, codec_name: CodecName, dtype: torch.dtype) -> int:
     """The size in words of entries with values of `dtype`, as sender and receiver compute it."""
     return _layout(entries, codec_name, dtype).num_words(entries, dtype)
+
+
+def entry_bits(codec_name: CodecName, density: float) -> float:
+    """Bits on the wire of one float32 entry, when there are many at this density. For estimates.
+
+    At density 1 everything travels plain.
+    """
+    if density >= 1:
+        codec_name = "plain"
+    count = 2**20
+    entries = EntryRange(count, 0, round(count / density))
+    return WORD_BITS * num_words(entries, codec_name, torch.float32) / count
 
 
 def encode(

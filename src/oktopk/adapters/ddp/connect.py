@@ -17,10 +17,11 @@ from oktopk.comm.consistency import PROTOCOL, agree_at
 from oktopk.comm.failure_detector import RollCall, patience_of, present
 from oktopk.comm.process_groups import own_transport
 from oktopk.comm.torch_transport import TorchTransport
-from oktopk.methods.cost_model import Work, entry_bits
+from oktopk.methods.cost_model import Work
 from oktopk.methods.prediction import cheapest, probe_kernels, probe_link
 from oktopk.settings import Settings, num_kept
 from oktopk.version import __version__
+from oktopk.wire.codec import entry_bits
 
 log = logging.getLogger("oktopk")
 

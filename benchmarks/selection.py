@@ -103,7 +103,7 @@ def exchange_rows(x: Tensor, grad: Tensor, k: int) -> list[Row]:
     threshold = kernels.kth_magnitude(x, k)
     hi = x.numel() // NUM_PARTS
     parts = [kernels.select(part, threshold, hi)[0] for part in x[: hi * NUM_PARTS].split(hi)]
-    indices = torch.cat([part.indices for part in parts if part.indices is not None])
+    indices = torch.cat([part.indices for part in parts])
     values = torch.cat([part.values for part in parts])
     splits = [part.num for part in parts]
     local, _ = kernels.select(x, threshold, 2 * k)

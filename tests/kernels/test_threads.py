@@ -1,6 +1,6 @@
-"""Several torch threads on a rank: the same bits as with one, whatever is found and wherever.
+"""Kernels that run in several threads give the same bits as in one, whatever they find.
 
-The laws with several threads are in test_laws.py.
+The laws with several threads are in tests/methods/test_laws.py, training in test_threads_ddp.py.
 """
 
 from __future__ import annotations
@@ -8,22 +8,18 @@ from __future__ import annotations
 import multiprocessing as mp
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
-from idioms import SPARSE, assert_same_bits, train
 from laws import assert_all_agree, assert_nothing_is_lost, simulated, trajectory
-from oktopk import METHODS, Reducer, kernels
+from oktopk import Reducer, kernels
 from oktopk.kernels import reference
 from oktopk.methods.candidates import Candidates
-from worlds import MIXED, threads
+from worlds import threads
 
 LOW = 1.0  # the threshold of the candidates
 NOT_FINITE = [float("nan"), float("inf"), float("-inf")]
@@ -31,9 +27,9 @@ NOT_FINITE = [float("nan"), float("inf"), float("-inf")]
 
 def found_by(num: int, residuals, grads, most: int) -> tuple[Candidates, list]:
     """The candidates of all parts with `num` threads, and the sums of residual and gradient."""
-    room = most + kernels.SPARE_SLOTS
-    values = torch.empty(room, dtype=residuals[0].dtype)
-    found = Candidates(LOW, most, (torch.empty(room, dtype=torch.int32), values))
+    slots = most + kernels.SPARE_SLOTS
+    values = torch.empty(slots, dtype=residuals[0].dtype)
+    found = Candidates(LOW, most, (torch.empty(slots, dtype=torch.int32), values))
     sums = [torch.empty_like(x) for x in residuals]
     with threads(num):
         for residual, grad, acc in zip(residuals, grads, sums, strict=True):
@@ -67,7 +63,7 @@ def same_bits(x, y) -> bool:
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
 def test_candidates_are_the_same_with_any_number_of_threads(data, numels, dtype):
-    """Any room, from none to more than enough, and any stretch that has all of them."""
+    """Any capacity, from none to more than enough, and candidates in any part of the gradient."""
     total = sum(numels)
     grad = torch.rand(total, generator=torch.Generator().manual_seed(total), dtype=dtype)
     lo, hi = sorted(data.draw(st.integers(0, total)) for _ in range(2))
@@ -94,14 +90,14 @@ STRETCHES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", STRETCHES)
 @pytest.mark.parametrize("most", [0, 500, 999, 1000, 2000, 4000])
-def test_candidates_beyond_the_room_are_counted_only(name, most, dtype):
+def test_candidates_beyond_the_capacity_are_only_counted(name, most, dtype):
     grad = torch.full((4000,), 0.25, dtype=dtype)
     for lo, hi in STRETCHES[name]:
         grad[lo:hi] = 2
     residual = torch.zeros_like(grad)
     found = assert_threads_find_the_same([residual], [grad], most)
     assert found.num_reaching == sum(hi - lo for lo, hi in STRETCHES[name])
-    # a bucket before it that leaves no room, and an empty one behind it
+    # a bucket before it that takes the whole capacity, and an empty one behind it
     full = torch.full((most,), 3.0, dtype=dtype)
     parts = [full, residual, residual[:0]]
     assert_threads_find_the_same(parts, [torch.zeros_like(full), grad, grad[:0]], most)
@@ -167,15 +163,15 @@ def test_simulated_ranks_share_the_pools_of_threads():
 
 
 def test_callers_on_eight_threads_share_the_pools(monkeypatch):
-    """More callers at once than a pool has threads, as models with an exchange thread each are."""
+    """More callers at once than a pool has threads, as with a communication thread per model."""
     monkeypatch.setattr(kernels.threads, "MIN_VALUES", 1)
     grads = [torch.randn(3000, generator=torch.Generator().manual_seed(i)) for i in range(8)]
 
     def find(i: int):
         torch.set_num_threads(2 + i % 3)
         for _ in range(30):
-            room = torch.empty(700, dtype=torch.int32), torch.empty(700)
-            found = Candidates(LOW, 600, room)
+            buffer = torch.empty(700, dtype=torch.int32), torch.empty(700)
+            found = Candidates(LOW, 600, buffer)
             found.add_bucket(torch.zeros(3000), grads[i], torch.empty(3000))
         return found
 
@@ -222,75 +218,3 @@ def test_a_forked_process_has_threads_of_its_own():
     finally:
         child.kill()
         child.join(10)
-
-
-class Tables(nn.Module):
-    """Gradients entry by entry: those of a matrix product depend on the number of threads."""
-
-    def __init__(self, numels: list[int]) -> None:
-        super().__init__()
-        self.tables = nn.ParameterList(nn.Parameter(torch.zeros(numel, 1)) for numel in numels)
-
-    def forward(self, targets):
-        pairs = zip(self.tables, targets, strict=True)
-        return sum((table - target).square().sum() / 2 for table, target in pairs)
-
-
-def trained(group, numels: list[int], steps: int, attached: dict) -> tuple[list, set[int]]:
-    """The weights after `steps`, and how many threads the exchange thread could use."""
-    rank, seen = torch.distributed.get_rank(group), set()
-    model = DistributedDataParallel(Tables(numels), process_group=group, bucket_cap_mb=0.01)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    note = {"on_step": lambda stats: seen.add(torch.get_num_threads())}
-    handle = oktopk.attach(model, **attached, **note)
-    for step in range(steps):
-        g = torch.Generator().manual_seed(1000 * rank + step)
-        targets = [torch.randn(numel, 1, generator=g) for numel in numels]
-        optimizer.zero_grad()
-        model(targets).backward()
-        optimizer.step()
-    handle.close()
-    return [dict(enumerate(p.detach().clone() for p in model.parameters()))], seen
-
-
-NUMELS = [3000, 2500, 40, 4100]
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("group_numel", [1, 2**25])
-def test_attach_gives_the_same_weights_with_any_number_of_threads(worlds, method, group_numel):
-    asked = {**SPARSE, "method": method, "group_numel": group_numel}
-
-    @cache
-    def run(num):
-        return worlds.run(2, trained, NUMELS, 12, asked, threads=num)
-
-    for num in (1, 2, 4, MIXED):
-        weights, seen = zip(*run(num), strict=True)
-        assert seen == (({1}, {2}) if num == MIXED else ({num}, {num}))
-        assert_same_bits([*weights, run(1)[0][0]])
-
-
-@pytest.mark.parametrize("num", [2, MIXED])
-def test_ranks_that_compute_with_threads_have_the_same_bits(worlds, num):
-    assert_same_bits(worlds.run(2, train, "plain", 12, SPARSE, threads=num))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("group_numel", [1, 2**25])
-def test_attach_with_nine_million_weights(worlds, method, group_numel):
-    """Two threads that kernels share out at their real size, more steps than the warm-up has."""
-    asked = {"density": 0.02, "warmup_steps": 1, "method": method, "group_numel": group_numel}
-    numels = [4_500_000, 50, 4_400_000, 100_000]
-    runs = [worlds.run(2, at_real_size, n, numels, 11, asked, timeout=110) for n in (1, 2, MIXED)]
-    assert [[seen for _, seen in ranks] for ranks in runs] == [[{1}] * 2, [{2}] * 2, [{1}, {2}]]
-    assert_same_bits([weights for ranks in runs for weights, _ in ranks])
-
-
-def at_real_size(group, num: int, *args):
-    torch.set_num_threads(1 + torch.distributed.get_rank(group) if num == MIXED else num)
-    try:
-        return trained(group, *args)
-    finally:
-        torch.set_num_threads(1)

@@ -20,14 +20,17 @@ def all_gather(
     """Send every rank's selection to every rank and sum it there. 2k(P-1) words: grows with P."""
     codec, dtype = codec_for(local.values, codec), local.values.dtype
     counts = comm.all_gather_size(local.num, local.values.device, stage="counts")
-    runs = [EntryRange(count, 0, local.numel) for count in counts]
-    words, decoded = message.write(local.indices, local.values, runs[comm.rank], codec, dense_part)
+    ranges = [EntryRange(count, 0, local.numel) for count in counts]
+    words, decoded = message.write(
+        local.indices, local.values, ranges[comm.rank], codec, dense_part
+    )
     sizes = {
-        peer: message.num_words(runs[peer], codec, dtype, dense_part.numel()) for peer in comm.peers
+        peer: message.num_words(ranges[peer], codec, dtype, dense_part.numel())
+        for peer in comm.peers
     }
     received = comm.exchange(dict.fromkeys(comm.peers, words), sizes, words.device, stage="gather")
     own = message.Message(local.indices, decoded, dense_part)
-    indices, values, dense_sum = message.read_all(received, runs, codec, own, comm.rank)
+    indices, values, dense_sum = message.read_all(received, ranges, codec, own, comm.rank)
     return SparseSum(
         kernels.merge(indices, values, counts, 0, local.numel),
         Sparse(local.indices, decoded, local.numel),

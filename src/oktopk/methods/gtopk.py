@@ -35,17 +35,19 @@ class Node:
 
     def encode(self, entries: Sparse, dense_part: Tensor) -> tuple[Tensor, list[Sparse]]:
         """The message of some entries, and what rounding takes off them, if anything."""
-        run = EntryRange(entries.num, 0, entries.numel)
-        words, decoded = message.write(entries.indices, entries.values, run, self.codec, dense_part)
+        entry_range = EntryRange(entries.num, 0, entries.numel)
+        words, decoded = message.write(
+            entries.indices, entries.values, entry_range, self.codec, dense_part
+        )
         if self.codec == "plain":
             return words, []
         return words, [Sparse(entries.indices, entries.values - decoded, entries.numel)]
 
     def decode(self, words: Tensor, num: int) -> tuple[Sparse, Tensor]:
         """The entries of a message, and what travels dense beside them."""
-        run = EntryRange(num, 0, self.like.numel)
-        indices, _, values, _ = allocate_entries([run], self.like.values)
-        dense_part = message.read(words, run, self.codec, indices, values)
+        entry_range = EntryRange(num, 0, self.like.numel)
+        indices, _, values, _ = allocate_entries([entry_range], self.like.values)
+        dense_part = message.read(words, entry_range, self.codec, indices, values)
         return Sparse(indices, values, self.like.numel), dense_part
 
     def send_and_receive(
@@ -60,8 +62,8 @@ class Node:
         num_incoming = self.comm.shift(num, target, source, device, stage=stage)
         sizes = {}
         if source is not None:
-            run = EntryRange(num_incoming, 0, self.like.numel)
-            sizes[source] = message.num_words(run, self.codec, dtype, self.num_dense)
+            entry_range = EntryRange(num_incoming, 0, self.like.numel)
+            sizes[source] = message.num_words(entry_range, self.codec, dtype, self.num_dense)
         outgoing = {target: words} if target is not None and words is not None else {}
         received = self.comm.exchange(outgoing, sizes, device, stage=stage)
         return None if source is None else (received[source], num_incoming)

@@ -132,26 +132,30 @@ def gather(
     ranks have the same bits. Sends `entries_sent` entries, and the dense share.
     """
     dtype, rank = kept.values.dtype, comm.rank
-    runs = _pieces(counts, bounds, surplus_moves(counts) if balanced else [])
-    own = [(key, run) for key, run in runs.items() if key[0] == rank]
+    ranges = _pieces(counts, bounds, surplus_moves(counts) if balanced else [])
+    own = [(key, piece_range) for key, piece_range in ranges.items() if key[0] == rank]
     words, decoded = _encoded(kept, own, codec)
     if balanced:
         surplus = {target: piece for (_, target), piece in words.items() if target != rank}
         sizes = {
-            source: num_words(run, codec, dtype)
-            for (source, holder), run in runs.items()
+            source: num_words(piece_range, codec, dtype)
+            for (source, holder), piece_range in ranges.items()
             if holder == rank != source
         }
         received = comm.exchange(surplus, sizes, dense_share.device, stage="balance")
         words |= {(source, rank): piece for source, piece in received.items()}
-    held = [key for key in sorted(runs) if key[1] == rank]
+    held = [key for key in sorted(ranges) if key[1] == rank]
     block = torch.cat([*(words[key] for key in held), dense_share.contiguous().view(torch.int32)])
-    indices, values, dense_part = _read_blocks(block, runs, dense_share, comm, codec)
+    indices, values, dense_part = _read_blocks(block, ranges, dense_share, comm, codec)
     corrections = ()
     if codec != "plain":
         corrections = (Sparse(kept.indices, kept.values - decoded, kept.numel),)
-    moved = sum(run.count for (source, holder), run in runs.items() if source == rank != holder)
-    block_size = sum(runs[key].count for key in held) + dense_share.numel()
+    moved = sum(
+        piece_range.count
+        for (source, holder), piece_range in ranges.items()
+        if source == rank != holder
+    )
+    block_size = sum(ranges[key].count for key in held) + dense_share.numel()
     num_sent = moved + (comm.size - 1) * block_size
     return Gathered(Sparse(indices, values, kept.numel), dense_part, corrections, num_sent)
 
@@ -181,25 +185,29 @@ def _encoded(
     kept: Sparse, own: list[tuple[Piece, EntryRange]], codec: CodecName
 ) -> tuple[dict[Piece, Tensor], Tensor]:
     """This rank's pieces as words, and all its values as the receivers will decode them."""
-    counts = [run.count for _, run in own]
+    counts = [piece_range.count for _, piece_range in own]
     words, decoded = {}, []
-    for (key, run), indices, values in zip(
+    for (key, piece_range), indices, values in zip(
         own, kept.indices.split(counts), kept.values.split(counts), strict=True
     ):
-        words[key], part = message.write(indices, values, run, codec, values[:0])
+        words[key], part = message.write(indices, values, piece_range, codec, values[:0])
         decoded.append(part)
     return words, torch.cat(decoded)
 
 
 def _read_blocks(
-    block: Tensor, runs: dict[Piece, EntryRange], dense_share: Tensor, comm: Comm, codec: CodecName
+    block: Tensor,
+    ranges: dict[Piece, EntryRange],
+    dense_share: Tensor,
+    comm: Comm,
+    codec: CodecName,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Send this rank's block to all; return the indices, values and dense shares of all blocks."""
     dtype = dense_share.dtype
-    held = {rank: [key for key in sorted(runs) if key[1] == rank] for rank in range(comm.size)}
+    held = {rank: [key for key in sorted(ranges) if key[1] == rank] for rank in range(comm.size)}
     widths = {
         rank: [
-            *(num_words(runs[key], codec, dtype) for key in keys),
+            *(num_words(ranges[key], codec, dtype) for key in keys),
             dense_share.numel() * words_per_value(dtype),
         ]
         for rank, keys in held.items()
@@ -207,13 +215,13 @@ def _read_blocks(
     sizes = {rank: sum(widths[rank]) for rank in comm.peers}
     blocks = comm.exchange(dict.fromkeys(comm.peers, block), sizes, block.device, stage="gather")
     blocks[comm.rank] = block
-    indices, index_parts, values, value_parts = allocate_entries(list(runs.values()), dense_share)
-    position = {key: number for number, key in enumerate(runs)}
+    indices, index_parts, values, value_parts = allocate_entries(list(ranges.values()), dense_share)
+    position = {key: number for number, key in enumerate(ranges)}
     dense_parts = []
     for rank, keys in held.items():
         *parts, dense_part = blocks[rank].split(widths[rank])
         for key, words in zip(keys, parts, strict=True):
             number = position[key]
-            decode(words, runs[key], codec, index_parts[number], value_parts[number])
+            decode(words, ranges[key], codec, index_parts[number], value_parts[number])
         dense_parts.append(dense_part.clone().view(dtype))
     return indices, values, torch.cat(dense_parts)

@@ -78,18 +78,18 @@ def split_reduce(
     decoded = list(local.values.split(splits))  # entries of the own region are not encoded
     indices = local.indices.split(splits)
     for peer in comm.peers:
-        run = EntryRange(splits[peer], bounds[peer], bounds[peer + 1])
+        entry_range = EntryRange(splits[peer], bounds[peer], bounds[peer + 1])
         outgoing[peer], decoded[peer] = message.write(
-            indices[peer], decoded[peer], run, codec, shares[peer]
+            indices[peer], decoded[peer], entry_range, codec, shares[peer]
         )
     lo, hi = bounds[rank], bounds[rank + 1]
-    runs = [EntryRange(count, lo, hi) for count in num_incoming]
+    ranges = [EntryRange(count, lo, hi) for count in num_incoming]
     sizes = {
-        peer: message.num_words(runs[peer], codec, dtype, shares.shape[1]) for peer in comm.peers
+        peer: message.num_words(ranges[peer], codec, dtype, shares.shape[1]) for peer in comm.peers
     }
     received = comm.exchange(outgoing, sizes, local.values.device, stage="split")
     own = message.Message(indices[rank], decoded[rank], shares[rank])
-    all_indices, all_values, dense_share = message.read_all(received, runs, codec, own, comm.rank)
+    all_indices, all_values, dense_share = message.read_all(received, ranges, codec, own, comm.rank)
     region = kernels.merge(all_indices, all_values, num_incoming, lo, hi)
     return Reduced(
         Sparse(region.indices, region.values, local.numel),

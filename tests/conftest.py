@@ -55,11 +55,11 @@ def world():
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """A spoken corpus of 26 utterances to train on and 7 to test."""
-    from oktopk.train.data.speak import speak
+    """A synthesized corpus of 26 utterances to train on and 7 to test."""
+    from oktopk.train.data.synthesis import synthesize_corpus
 
     folder = tmp_path_factory.mktemp("spoken")
-    speak(folder, train=26, test=7, seed=3)
+    synthesize_corpus(folder, train=26, test=7, seed=3)
     return str(folder)
 
 

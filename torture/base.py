@@ -15,9 +15,10 @@ def prepare(base: str) -> None:
     import soundfile
 
     from oktopk.launch.process_group import ALONE
-    from oktopk.train.command import work
+    from oktopk.report.command import report
     from oktopk.train.config import Config
-    from oktopk.train.data.speak import speak
+    from oktopk.train.data.synthesis import synthesize_corpus
+    from oktopk.train.run import run_worker
 
     root = Path(base)
     root.mkdir(parents=True)
@@ -25,11 +26,12 @@ def prepare(base: str) -> None:
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
         os.environ["OMP_NUM_THREADS"] = "1"
-        speak(root / "corpus", train=6, test=2, seed=3)
+        synthesize_corpus(root / "corpus", train=6, test=2, seed=3)
         size = {"hidden": 8, "layers": 1, "channels": 2, "batch": 1, "validate_batch": 2}
         every = {"checkpoint_every": 3, "log_every": 1, "probe_every": 2, "warmup_steps": 2}
         places = {"name": "tiny", "runs": str(root / "runs"), "data": str(root / "corpus")}
-        work(Config(**size, **every, **places, epochs=1, density=0.1), ALONE, False, [])
+        config = Config(**size, **every, **places, epochs=1, density=0.1)
+        run_worker(config, ALONE, False, [], report)
         for part in ("train", "test"):
             _an4(root, part)
         for ending, how in {"": "", ".gz": "z", ".xz": "J", ".bz2": "j"}.items():
@@ -81,6 +83,6 @@ def stub() -> None:
         module.start_workers = nothing  # type: ignore[attr-defined]
     oktopk.check.joined = oktopk.bench.command.joined = over
     oktopk.bench.network.enter = nothing  # type: ignore[assignment]
-    oktopk.train.command.work = nothing
+    oktopk.train.command.run_worker = nothing
     oktopk.compare.command.compare = oktopk.sweep.command.sweep = nothing
-    oktopk.train.data.commands.speak = over
+    oktopk.train.data.commands.synthesize_corpus = over

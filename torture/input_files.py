@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from oktopk.compare.command import sum_up
+from oktopk.compare.command import write_tables
 from oktopk.errors import RunError
 from oktopk.launch.process_group import ALONE
 from oktopk.reducer import default_comm
-from oktopk.train.command import find_and_restore
 from oktopk.train.config import load
 from oktopk.train.data.an4 import convert
 from oktopk.train.data.audio import duration, read_audio, read_raw
@@ -25,6 +24,7 @@ from oktopk.train.data.features import open_spectra
 from oktopk.train.data.manifest import check, find_manifests, read_manifest
 from oktopk.train.data.problems import DataError
 from oktopk.train.data.repair import repair
+from oktopk.train.run import find_and_restore
 from oktopk.train.setup import set_up
 from oktopk.utils.files import FileError
 from torture import odd
@@ -55,7 +55,9 @@ def _reader(desk: Desk) -> Input:
     words = desk.rng.choice((["report", "run"], ["watch", "run", "--once"], ["watch", "."], []))
     if words:
         return command([*words, "--once"] if words == ["watch", "."] else words)
-    return Input("compare", lambda: sum_up(desk.folder, "wer"), (ValueError, RunError, OSError))
+    return Input(
+        "compare", lambda: write_tables(desk.folder, "wer"), (ValueError, RunError, OSError)
+    )
 
 
 def run_folder(desk: Desk) -> Input:

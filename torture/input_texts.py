@@ -17,7 +17,7 @@ from oktopk.launch import parent_watchdog
 from oktopk.launch.master_endpoint import first_host, meeting_point
 from oktopk.launch.rank_environment import LAUNCHERS, find_place
 from oktopk.sweep import space
-from oktopk.sweep.plan import Plan, remember
+from oktopk.sweep.plan import Plan, store_or_compare
 from oktopk.train.config import (
     FIELDS,
     Config,
@@ -157,7 +157,7 @@ def sweep_file(desk: Desk) -> Input:
     """The plan that a sweep left."""
     base = Config(runs=str(desk.folder))
     plan = Plan("quickstart", base, space.parse(base, {"lr": "1e-3:1e-2"})[1], "wer")
-    remember(plan)
+    store_or_compare(plan)
     path = desk.folder / SWEEP
     new, what = odd.changed(desk.rng, json.loads(path.read_text()), odd.plain)
     path.write_text(json.dumps(new))
@@ -166,7 +166,7 @@ def sweep_file(desk: Desk) -> Input:
         what = "spoilt"
     return Input(
         f"{SWEEP}: {what}",
-        lambda: remember(plan),
+        lambda: store_or_compare(plan),
         (RunError, ValueError),
         (desk.folder.name, SWEEP),
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from record import Key, Record, arguments
 
-from oktopk.compare.results import bytes_so_far, totals
-from oktopk.runlog.reader import read
+from oktopk.runlog.aggregates import cumulative_bytes, estimated_totals
+from oktopk.runlog.reader import read_runlog
 
 # task -> config
 CONFIGS = {"spoken": "quickstart", "an4": "compact"}
@@ -50,13 +50,15 @@ def train(key: Key, folder: Path, an4: Path | None) -> Record:
 
 def _record(key: Key, folder: Path) -> Record:
     """What a run did; bytes are those of all ranks."""
-    run = read(folder)
-    sent = dict(zip((entry["step"] for entry in run.steps), bytes_so_far(run), strict=True))
+    run = read_runlog(folder)
+    sent = dict(zip((step.step for step in run.steps), cumulative_bytes(run), strict=True))
     return Record(
         key=key,
         measure="WER",
         higher_is_better=False,
-        curve=[(e["step"] + 1, e["wer"], round(sent[e["step"]])) for e in run.validated],
-        dense_bytes=sum(part["bytes_dense"] for part in totals(run).values()),
-        seconds=sum(entry["whole"] for entry in run.steps),
+        curve=[
+            (e.step + 1, e.wer, round(sent[e.step])) for e in run.validated if e.wer is not None
+        ],
+        dense_bytes=estimated_totals(run).whole.bytes_dense,
+        seconds=sum(step.whole or 0.0 for step in run.steps),
     )

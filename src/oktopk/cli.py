@@ -67,10 +67,11 @@ def data(args: argparse.Namespace) -> int:
 
 
 def train(args: argparse.Namespace) -> int:
-    """Train lstman4."""
+    """Train lstman4, and write a report at the end."""
+    from oktopk.report.command import report
     from oktopk.train.command import command
 
-    return command(args, sys.argv[1:])
+    return command(args, sys.argv[1:], report)
 
 
 def parser() -> argparse.ArgumentParser:

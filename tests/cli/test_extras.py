@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-import journals
+import runlogs
 from launchers import environment
 from oktopk.utils.extras import EXTRAS
 
@@ -33,7 +33,7 @@ def test_a_missing_package_is_told_in_one_line(
     oktopk, tmp_path, monkeypatch, capsys, command, package
 ):
     """And nothing is left behind."""
-    journals.write(tmp_path / "runs" / "a", journals.whole_run())
+    runlogs.write(tmp_path / "runs" / "a", runlogs.whole_run())
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setitem(sys.modules, package, None)
     assert oktopk(*command) == 2
@@ -67,7 +67,7 @@ for command in sys.argv[2:]:
 
 def test_after_a_plain_install_all_commands_answer(tmp_path):
     """With every package of the extras hidden from the import system."""
-    journals.write(tmp_path / "runs" / "a", journals.whole_run())
+    runlogs.write(tmp_path / "runs" / "a", runlogs.whole_run())
     works = ["--help", "methods", "check --workers 1 --quick", "train --help"]
     fails = [" ".join(command) for command, packages in NEEDS.items() if packages]
     done = subprocess.run(

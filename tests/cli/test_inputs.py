@@ -15,18 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 
-import journals
+import runlogs
 from launchers import openmpi, pbs, srun
 from mutations import ODD_VALUES, bounded_memory, damaged, odd, only
 from oktopk.compare import results
-from oktopk.compare.command import sum_up
+from oktopk.compare.command import write_tables
 from oktopk.errors import LaunchError
 from oktopk.launch.master_endpoint import meeting_point
 from oktopk.launch.rank_environment import find_place
 from oktopk.report.command import sections
 from oktopk.report.page import page
-from oktopk.report.summary import verdict
-from oktopk.runlog.reader import read
+from oktopk.report.summary import summary
+from oktopk.runlog.aggregates import cumulative_bytes, cumulative_minutes
+from oktopk.runlog.reader import read_runlog
 from oktopk.train import checkpoint
 from oktopk.train.config import (
     Config,
@@ -38,11 +39,11 @@ from oktopk.train.data.an4 import convert
 from oktopk.train.data.audio import duration, read_audio
 from oktopk.train.data.features import open_spectra
 from oktopk.train.data.manifest import check, find_manifests, read_manifest
-from oktopk.train.resume import Common, Own
+from oktopk.train.resume import CommonState, RankState
 from oktopk.utils import files
 from oktopk.utils.files import FileError
 from oktopk.watch.screen import line, rows
-from oktopk.watch.state import Watched
+from oktopk.watch.state import RunWatcher
 from recordings import an4_like, save, sphere, tone
 
 SEEDS = range(int(os.environ.get("OKTOPK_TEST_SEEDS", "300")))
@@ -73,16 +74,16 @@ def test_settings_of_odd_types():
             only(ValueError, lambda name=name, value=value: Config(**{name: value}))
 
 
-JOURNAL = [
-    journals.opening()
+METRICS = [
+    runlogs.opening()
     | {"time": "now", "machine": {"memory": 5, "system": "x"}, "versions": {"torch": "2"}}
     | {"tensors": {"a": {"numel": 5, "kind": "Linear weight"}}, "changed": {"lr": [0.1, 0.2]}},
     *(
-        journals.step(i) | {"numel": 50, "stages": {"dense": {"payload_sent": 5, "header_sent": 1}}}
+        runlogs.step(i) | {"numel": 50, "stages": {"dense": {"payload_sent": 5, "header_sent": 1}}}
         for i in range(6)
     ),
-    journals.epoch(0, 0.5, 3) | {"samples": [{"said": "A", "heard": "B"}]},
-    journals.epoch(1, 0.4, 5),
+    runlogs.epoch(0, 0.5, 3) | {"samples": [{"said": "A", "heard": "B"}]},
+    runlogs.epoch(1, 0.4, 5),
     {"kind": "probe", "step": 3, "recall": 0.5, "xi": 1.0, "ages": {"a": 3.0}},
     {"kind": "tensors", "step": 3, "kept": {"a": 2}, "of": {"a": 5}, "norm": {"a": 1.0}}
     | {
@@ -93,23 +94,23 @@ JOURNAL = [
     {"kind": "ranks", "step": 3, "steps": 2, "seconds": [{"data": 1.0}, {"data": 2.0}]},
     {"kind": "memory", "step": 3, "ranks": [{"rss": 5, "rss_peak": 6, "gpu_allocated_peak": 0}]},
     {"kind": "warning", "step": 3, "text": "careful"},
-    journals.end(dense=journals.phase_sums(2, 5, 5), sparse=journals.phase_sums(4, 5, 50)),
+    runlogs.end(dense=runlogs.phase_sums(2, 5, 5), sparse=runlogs.phase_sums(4, 5, 50)),
 ]
 
 
 def look(folder: Path, seed: int = 0) -> None:
-    """All that reads a journal: report, watch and, now and then, compare, which writes files."""
-    record = read(folder)
-    page("title", verdict(record), sections(record)).encode()
-    seen = Watched(folder / "metrics.jsonl").look()
-    line(seen, 500.0)
-    rows(seen, 500.0)
+    """All that reads a run log: report, watch and, now and then, compare, which writes files."""
+    runlog = read_runlog(folder)
+    page("title", summary(runlog), sections(runlog)).encode()
+    state = RunWatcher(folder).refresh()
+    line(state, 500.0)
+    rows(state, 500.0)
     if seed % 10 == 0:
-        sum_up(folder.parent, "wer")
+        write_tables(folder.parent, "wer")
     else:
-        results.row(record, "wer", record)
-        results.bytes_so_far(record)
-        results.minutes_so_far(record)
+        results.row(runlog, "wer", runlog)
+        cumulative_bytes(runlog)
+        cumulative_minutes(runlog)
 
 
 @pytest.fixture
@@ -118,23 +119,23 @@ def no_plots(monkeypatch):
     monkeypatch.setattr("oktopk.report.page._plotly", lambda: "")
 
 
-def test_journals_with_damaged_bytes(tmp_path, no_plots):
-    folder = journals.write(tmp_path / "runs" / "a", JOURNAL, Config(name="a"))
+def test_metrics_with_damaged_bytes(tmp_path, no_plots):
+    folder = runlogs.write(tmp_path / "runs" / "a", METRICS, Config(name="a"))
     content = (folder / "metrics.jsonl").read_bytes()
     settings = (folder / "config.toml").read_bytes()
     look(folder)
-    assert not read(folder).problems
+    assert not read_runlog(folder).problems
     for seed in SEEDS[::2]:
         (folder / "metrics.jsonl").write_bytes(damaged(content, seed))
         (folder / "config.toml").write_bytes(damaged(settings, seed) if seed % 3 else settings)
         look(folder, seed)
 
 
-def test_journals_with_odd_values(tmp_path, no_plots):
+def test_metrics_with_odd_values(tmp_path, no_plots):
     """A line that does not fit is passed over, and its number is told."""
     folder = tmp_path / "runs" / "a"
     for seed in SEEDS[::2]:
-        entries = odd(JOURNAL, seed)
+        entries = odd(METRICS, seed)
         folder.mkdir(parents=True, exist_ok=True)
         text = "".join(json.dumps(entry) + "\n" for entry in entries)
         (folder / "metrics.jsonl").write_text(text)
@@ -146,10 +147,10 @@ def test_journals_with_odd_values(tmp_path, no_plots):
     [("phase", "warm"), ("bytes_sent", "12"), ("loss", "low"), ("whole", "1"), ("step", None)],
 )
 def test_an_odd_step_is_told_with_its_line(tmp_path, name, value):
-    entries = [journals.step(0), journals.step(1) | {name: value}, journals.step(2)]
-    record = read(journals.write(tmp_path / "a", entries))
-    assert [entry["step"] for entry in record.steps] == [0, 2]
-    assert record.problems == ["metrics.jsonl: line 2 could not be read and was passed over"]
+    entries = [runlogs.step(0), runlogs.step(1) | {name: value}, runlogs.step(2)]
+    runlog = read_runlog(runlogs.write(tmp_path / "a", entries))
+    assert [step.step for step in runlog.steps] == [0, 2]
+    assert runlog.problems == ["metrics.jsonl: line 2 could not be read and was skipped"]
 
 
 def complete(step: int = 3) -> dict:
@@ -167,9 +168,9 @@ def test_complete_json(tmp_path):
         path.write_bytes(
             damaged(content, seed) if seed % 2 else json.dumps(odd(complete(), seed)).encode()
         )
-        only(FileError, lambda: checkpoint.read_facts(folder))
+        only(FileError, lambda: checkpoint.read_info(folder))
     path.write_text(json.dumps(complete(4)))
-    told = only(FileError, lambda: checkpoint.read_facts(folder))
+    told = only(FileError, lambda: checkpoint.read_info(folder))
     assert told is not None and "is of step 4, and the folder is called step-00000003" in told
 
 
@@ -185,12 +186,12 @@ def test_checkpoint_files(tmp_path):
     }
     torch.save(own, path)
     content = path.read_bytes()
-    files.checked(files.read_tensors(path), Own, path)
+    files.checked(files.read_tensors(path), RankState, path)
     for seed in SEEDS:
         path.write_bytes(damaged(content, seed))
-        told = only(FileError, lambda: files.checked(files.read_tensors(path), Own, path))
+        told = only(FileError, lambda: files.checked(files.read_tensors(path), RankState, path))
         assert told is None or str(path) in told, seed
-        for kind in (Own, Common):
+        for kind in (RankState, CommonState):
             only(FileError, lambda kind=kind, seed=seed: files.checked(odd(own, seed), kind, path))
 
 

@@ -13,15 +13,14 @@ from types import SimpleNamespace
 import pytest
 
 import browser
-import journals
+import runlogs
 from oktopk import cli
-from oktopk.compare import command as comparing
 from oktopk.compare.page import curves, losses
 from oktopk.compare.plan import plan
-from oktopk.compare.results import as_table, bytes_so_far, row
+from oktopk.compare.results import as_table, row
 from oktopk.report.texttable import markdown
-from oktopk.report.times import settled
-from oktopk.runlog.reader import read
+from oktopk.runlog.aggregates import cumulative_bytes, steady_steps
+from oktopk.runlog.reader import read_runlog
 from oktopk.train import run_process
 from oktopk.train.config import Config, load
 from speech import SMALL
@@ -29,7 +28,7 @@ from speech import SMALL
 
 @pytest.fixture
 def trainer(monkeypatch):
-    """Runs that write their journals at once; those in `fails` break off after a few steps."""
+    """Runs that write their metrics at once; those in `fails` end after a few steps."""
     made = SimpleNamespace(names=[], fails=set())
 
     @contextmanager
@@ -38,12 +37,12 @@ def trainer(monkeypatch):
         failed = config.name in made.fails
         log.write_text("first line\nthe disk is full\n" if failed else "")
         sent = 100 if config.method == "dense" else round(1000 * config.density)
-        entries = journals.whole_run(wer=0.2 + config.density, sent=sent)
-        entries = [*entries[:4], journals.end("failed", "no disk")] if failed else entries
-        journals.write(Path(config.runs) / config.name, entries, config)
+        entries = runlogs.whole_run(wer=0.2 + config.density, sent=sent)
+        entries = [*entries[:4], runlogs.end("failed", "no disk")] if failed else entries
+        runlogs.write(Path(config.runs) / config.name, entries, config)
         yield SimpleNamespace(wait=lambda: int(failed))
 
-    monkeypatch.setattr(comparing, "started", started)
+    monkeypatch.setattr(run_process, "started", started)
     return made
 
 
@@ -136,7 +135,7 @@ def test_another_training_in_the_same_folder_is_refused_by_name(trainer, call, c
 
 def test_folders_of_others_are_left_as_they_are(trainer, call, capsys):
     """A training run's own, a sweep's, and a file where a run's folder would be."""
-    journals.write(Path("runs/a"), journals.whole_run(), Config())
+    runlogs.write(Path("runs/a"), runlogs.whole_run(), Config())
     Path("runs/night").mkdir()
     Path("runs/night/sweep.json").write_text("{}")
     Path("runs/compare").mkdir()
@@ -178,29 +177,35 @@ def test_it_refuses_to_be_started_many_times(trainer, call, monkeypatch):
 
 def test_bytes_of_all_ranks_are_spread_over_the_steps(tmp_path):
     """Rank 0 sent 100 a dense step and 10 a sparse one; all three ranks 400 and 45 a step."""
-    sums = {"dense": journals.phase_sums(2, 800, 800), "sparse": journals.phase_sums(6, 270, 2400)}
-    entries = [*journals.whole_run(sent=10, ranks=3)[:-1], journals.end(**sums)]
-    record = read(journals.write(tmp_path / "a", entries))
-    assert bytes_so_far(record) == [400, 800, 845, 890, 935, 980, 1025, 1070]
-    killed = read(journals.write(tmp_path / "b", entries[:4]))
-    assert bytes_so_far(killed) == [300, 600, 630]  # no end: rank 0's times the ranks
+    sums = {"dense": runlogs.phase_sums(2, 800, 800), "sparse": runlogs.phase_sums(6, 270, 2400)}
+    entries = [*runlogs.whole_run(sent=10, ranks=3)[:-1], runlogs.end(**sums)]
+    runlog = read_runlog(runlogs.write(tmp_path / "a", entries))
+    assert cumulative_bytes(runlog) == [400, 800, 845, 890, 935, 980, 1025, 1070]
+    killed = read_runlog(runlogs.write(tmp_path / "b", entries[:4]))
+    assert cumulative_bytes(killed) == [300, 600, 630]  # no end: rank 0's times the ranks
     assert row(killed, "wer", None).state == "unfinished"
 
 
 def test_a_step_takes_what_most_take(tmp_path):
     """The first step of a phase compiles kernels, and so does the first after a resume."""
-    run = journals.whole_run()
+    run = runlogs.whole_run()
     slow = {0: 5.0, 2: 3.0, 6: 4.0, 7: 0.2}
     steps = [
-        journals.step(i) | ({"whole": slow[i]} if i in slow else {"whole": 0.1}) for i in range(8)
+        runlogs.step(i) | ({"whole": slow[i]} if i in slow else {"whole": 0.1}) for i in range(8)
     ]
-    resumed = journals.opening() | {"step": 6}
+    resumed = runlogs.opening() | {"step": 6}
     entries = [run[0], *steps[:6], resumed, *steps[6:], run[-1]]
-    found = row(read(journals.write(tmp_path / "a", entries)), "wer", None)
-    assert [entry["whole"] for entry in settled(read(tmp_path / "a"))] == [0.1, 0.1, 0.1, 0.1, 0.2]
+    found = row(read_runlog(runlogs.write(tmp_path / "a", entries)), "wer", None)
+    assert [step.whole for step in steady_steps(read_runlog(tmp_path / "a"))] == [
+        0.1,
+        0.1,
+        0.1,
+        0.1,
+        0.2,
+    ]
     assert found.ms_per_step == pytest.approx(100)
-    assert found.minutes == pytest.approx(0.8 / 60)  # of the journal's end: all steps
-    short = row(read(journals.write(tmp_path / "b", entries[:2])), "wer", None)
+    assert found.minutes == pytest.approx(0.8 / 60)  # all steps, from the end record
+    short = row(read_runlog(runlogs.write(tmp_path / "b", entries[:2])), "wer", None)
     assert short.ms_per_step is None and "-" in as_table([short])[1]
 
 
@@ -217,22 +222,22 @@ def test_a_browser_draws_the_comparison_and_asks_nobody(trainer, call, tmp_path)
 
 def test_curves_have_a_point_for_every_validation(tmp_path):
     runs = [tmp_path / "dense", tmp_path / "oktopk-0.1", tmp_path / "killed"]
-    entries = journals.whole_run(wer=0.4)
+    entries = runlogs.whole_run(wer=0.4)
     for folder, stored in zip(runs, (entries, entries, entries[:3]), strict=True):
-        journals.write(folder, stored)
-    records = [read(folder) for folder in runs]
-    figures = curves(records, "wer")
+        runlogs.write(folder, stored)
+    loaded = [read_runlog(folder) for folder in runs]
+    figures = curves(loaded, "wer")
     assert [trace["y"] for trace in figures[0].traces] == [[0.8, 0.4], [0.8, 0.4], []]
     assert [figure.traces[0]["x"] for figure in figures[:2]] == [[3, 7], [440, 520]]
     assert figures[2].traces[0]["x"] == pytest.approx([0.4 / 60, 0.8 / 60], rel=1e-3)
-    assert [len(figure.traces[0]["y"]) for figure in losses(records)] == [8, 8, 8]
+    assert [len(figure.traces[0]["y"]) for figure in losses(loaded)] == [8, 8, 8]
 
 
 def test_columns_that_nobody_fills_are_left_out(tmp_path):
-    entries = journals.whole_run()
-    plain = row(read(journals.write(tmp_path / "a", entries)), "wer", None)
+    entries = runlogs.whole_run()
+    plain = row(read_runlog(runlogs.write(tmp_path / "a", entries)), "wer", None)
     probe = {"kind": "probe", "step": 5, "xi": 0.25}
-    probed = row(read(journals.write(tmp_path / "b", [*entries, probe])), "wer", None)
+    probed = row(read_runlog(runlogs.write(tmp_path / "b", [*entries, probe])), "wer", None)
     assert "xi" not in as_table([plain])[0] and "to dense" not in as_table([plain])[0]
     assert as_table([plain, probed])[2][as_table([plain, probed])[0].index("xi")] == "0.250"
 
@@ -249,7 +254,7 @@ def test_a_process_that_does_not_leave_is_killed():
     assert process.stdout is not None
     with process.stdout as pipe:
         pipe.readline()
-        run_process.end(process, patience=0.2)
+        run_process.end(process, seconds=0.2)
     assert process.returncode == -9
     run_process.end(process)  # has ended already
 

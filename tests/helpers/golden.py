@@ -149,7 +149,7 @@ def metrics_of(folder: Path | str) -> str:
 def record() -> None:
     """Write what the code gives now."""
     import speech
-    from oktopk.train.data.speak import speak
+    from oktopk.train.data.synthesis import synthesize_corpus
     from worlds import World
 
     found: dict = {"without oktopk": without_oktopk()}
@@ -159,7 +159,7 @@ def record() -> None:
         if P == 2:
             found["resumed"] = world.run(P, resumed)[0]
             with tempfile.TemporaryDirectory() as folder:
-                speak(Path(folder, "spoken"), train=26, test=7, seed=3)
+                synthesize_corpus(Path(folder, "spoken"), train=26, test=7, seed=3)
                 args = f"{folder}/spoken", f"{folder}/runs", {"epochs": 2}, False
                 found["metrics"] = metrics_of(world.run(P, speech.train, *args)[0][0])
         world.close()

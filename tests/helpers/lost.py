@@ -12,8 +12,8 @@ from oktopk.errors import ExchangeError, LaunchError, RunError
 from oktopk.launch.rank_environment import Place
 from oktopk.train import (
     checkpoint,
-    command,
     loop,
+    run,
     setup,
 )
 from oktopk.train.config import Config
@@ -24,7 +24,7 @@ PLACES = {
     "set-up": (setup, "make_optimizer", 1),
     "DDP's own collectives": (setup, "DistributedDataParallel", 1),
     "bucket rebuild": (DistributedDataParallel, "_pre_forward", 2),
-    "validation": (loop, "validate_now", 1),
+    "validation": (loop, "validate_run", 1),
     "checkpoint": (checkpoint, "_write_all", 1),
 }
 
@@ -39,7 +39,7 @@ def main(rank: int, size: int, port: int, settings: dict, where: str, how: str, 
             lose(*PLACES[where], how)
         config = Config(**(TINY | {"name": "lost", "timeout": 6.0} | settings))
         try:
-            sys.exit(command.work(config, Place("test", rank, size, rank, size), False, []))
+            sys.exit(run.run_worker(config, Place("test", rank, size, rank, size), False, []))
         except (RunError, ExchangeError, LaunchError) as error:  # as the command line does
             sys.exit(f"{type(error).__name__}: {error}")
 

@@ -16,9 +16,10 @@ from oktopk.comm.communicator import Comm
 from oktopk.comm.torch_transport import TorchTransport
 from oktopk.errors import RunError
 from oktopk.launch.rank_environment import Place
+from oktopk.report.command import report
 from oktopk.train import checkpoint, loop, step
-from oktopk.train.command import run_all
 from oktopk.train.config import Config
+from oktopk.train.run import run_training
 from oktopk.utils.files import FileError
 
 TINY = {
@@ -69,12 +70,13 @@ def train(
     with faulty(rank, runs, **(faults or {})):
         try:
             # as if all settings were flags
-            answer = run_all(
+            answer = run_training(
                 config,
                 torch.device("cpu"),
                 place,
                 resume,
                 list(settings) if given is None else given,
+                report,
             )
         except InterruptedRunError:
             return None

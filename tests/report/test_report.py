@@ -9,13 +9,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import browser
 import speech
 from oktopk.cli import main
 from oktopk.report.command import report, sections
-from oktopk.report.downsample import columns
-from oktopk.report.histogram import edges, spread
+from oktopk.report.downsample import downsample
 from oktopk.report.page import (
     Figure,
     Section,
@@ -24,7 +24,9 @@ from oktopk.report.page import (
 )
 from oktopk.report.times import slowest_rank
 from oktopk.report.traffic import _colour, message_counts
-from oktopk.runlog.reader import Record, read
+from oktopk.runlog.histogram import bin_edges, histogram
+from oktopk.runlog.reader import RunLog, read_runlog
+from oktopk.runlog.schema import Histogram, MessagesRecord, RunRecord, StepRecord
 
 SECTIONS = [
     "Learning",
@@ -82,10 +84,10 @@ def test_a_run_leaves_its_report(runs):
 
 SEEN = ("whole", "skipped")  # in the browser; the others there only in the slow tests
 SAYS = {
-    "whole": ["The run finished: 12 steps in", " went from ", "sparse at step 2."],
+    "whole": ["The run finished: 12 steps in", " went from ", "became sparse at step 2."],
     "dense": ["It never reached the sparse phase (warmup_steps is 50), so no bytes were saved."],
     "skipped": ["2 steps were skipped by all ranks because a gradient was not finite: 3, 4."],
-    "killed": ["The journal breaks off at step", "of 12: the run is still going on, or it was kil"],
+    "killed": ["The metrics end at step", "of 12: the run is still running, or it was killed"],
     "empty": ["Nothing was recorded here", "There is no metrics.jsonl"],
     "corrupt": ["The run finished: 12 steps", "metrics.jsonl: line 5 could not be read"],
 }
@@ -98,18 +100,21 @@ def test_each_says_what_happened(runs, name):
         assert words in text
 
 
-def test_the_verdict_has_bytes_of_both_kinds_and_the_time(runs):
+def test_the_summary_has_bytes_of_both_kinds_and_the_time(runs):
     text = shown(runs["whole"])
-    totals = read(runs["whole"]).end["totals"]
-    sparse = totals["sparse"]["bytes_dense"] / totals["sparse"]["bytes_sent"]
-    sums = {k: sum(part[k] for part in totals.values()) for k in ("bytes_dense", "bytes_sent")}
-    assert f"{sums['bytes_dense'] / sums['bytes_sent']:.1f}x fewer bytes, the whole run" in text
+    totals = read_runlog(runs["whole"]).end.totals
+    sparse = totals["sparse"].bytes_dense / totals["sparse"].bytes_sent
+    dense, sent = (
+        sum(getattr(part, name) for part in totals.values())
+        for name in ("bytes_dense", "bytes_sent")
+    )
+    assert f"{dense / sent:.1f}x fewer bytes, the whole run" in text
     assert f"{sparse:.1f}x fewer bytes, the sparse phase" in text
     assert "all ranks" in text and "ms a step of rank 0, median" in text
 
 
-def test_every_section_is_there_and_rises_from_the_record(runs):
-    made = sections(read(runs["whole"]))
+def test_every_section_is_there_and_has_blocks(runs):
+    made = sections(read_runlog(runs["whole"]))
     assert [section.title for section in made] == SECTIONS
     assert all(section.blocks for section in made)
     figures = [block for section in made for block in section.blocks if isinstance(block, Figure)]
@@ -119,51 +124,49 @@ def test_every_section_is_there_and_rises_from_the_record(runs):
 def test_figures_are_what_plotly_knows(runs):
     import plotly.graph_objects as go
 
-    for section in sections(read(runs["whole"])):
+    for section in sections(read_runlog(runs["whole"])):
         for block in section.blocks:
             if isinstance(block, Figure):
                 go.Figure(block.traces, block.layout)  # raises at an unknown name
 
 
-def test_the_bytes_in_the_figures_are_those_of_the_journal(runs):
-    record = read(runs["whole"])
-    figures = {b.title: b for s in sections(record) for b in s.blocks if isinstance(b, Figure)}
+def test_the_bytes_in_the_figures_are_those_of_the_metrics(runs):
+    runlog = read_runlog(runs["whole"])
+    figures = {b.title: b for s in sections(runlog) for b in s.blocks if isinstance(b, Figure)}
     bars = figures["Bytes of each step, by stage of the exchange"].traces[:-1]
-    sent = [sum(trace["y"][i] for trace in bars) for i in range(len(record.steps))]
-    assert sent == pytest.approx([entry["bytes_sent"] for entry in record.steps], rel=1e-4)
+    sent = [sum(trace["y"][i] for trace in bars) for i in range(len(runlog.steps))]
+    assert sent == pytest.approx([step.bytes_sent for step in runlog.steps], rel=1e-4)
     whole = figures["Bytes since the beginning"].traces[0]["y"][-1]
-    assert whole == pytest.approx(sum(entry["bytes_sent"] for entry in record.steps), rel=1e-4)
+    assert whole == pytest.approx(sum(step.bytes_sent for step in runlog.steps), rel=1e-4)
 
 
 def test_message_sizes_are_counted_once_per_part_of_a_resumed_run():
-    def sent(step, **stages):
-        return {"kind": "messages", "step": step, "sent": stages}
-
-    entries = [sent(3, split={"5": 2}), sent(7, split={"5": 9}), sent(12, split={"5": 4, "6": 1})]
-    begun = [{"kind": "run", "step": 0}, {"kind": "run", "step": 8}]
-    record = Record(Path(), entries={"messages": entries, "run": begun})
-    assert message_counts(record) == {"split": {5: 13, 6: 1}}
+    runlog = RunLog(Path())
+    runlog.add(RunRecord(step=0), RunRecord(step=8))
+    for step, sizes in {3: {5: 2}, 7: {5: 9}, 12: {5: 4, 6: 1}}.items():
+        runlog.add(MessagesRecord(step=step, sent={"split": sizes}))
+    assert message_counts(runlog) == {"split": {5: 13, 6: 1}}
 
 
 def test_messages_add_up_to_what_the_steps_sent(runs):
-    record = read(runs["whole"])
-    counts = {stage: sum(sizes.values()) for stage, sizes in message_counts(record).items()}
+    runlog = read_runlog(runs["whole"])
+    counts = {stage: sum(sizes.values()) for stage, sizes in message_counts(runlog).items()}
     sent = Counter()
-    for entry in record.steps:
-        sent.update({stage: part["messages_sent"] for stage, part in entry["stages"].items()})
+    for step in runlog.steps:
+        sent.update({stage: part.messages_sent for stage, part in step.stages.items()})
     assert sent and all(counts[stage] == num for stage, num in sent.items())
 
 
-def test_spreads_count_every_value():
+def test_histograms_count_every_value():
     import torch
 
     values = torch.tensor([0.0, 1e-30, 0.11, -0.11, 5.0, 1e9])
-    found = spread(values)
-    assert found["zeros"] == 1 and sum(found["counts"]) == 5
-    borders = edges(found["first"], len(found["counts"]))
-    place = next(i for i, border in enumerate(borders) if border > 0.11) - 1
-    assert found["counts"][place] == 2
-    assert spread(torch.zeros(3)) == {"zeros": 3, "first": 0, "counts": []}
+    found = histogram(values)
+    assert found.zeros == 1 and sum(found.counts) == 5
+    edges = bin_edges(found.first, len(found.counts))
+    place = next(i for i, edge in enumerate(edges) if edge > 0.11) - 1
+    assert found.counts[place] == 2
+    assert histogram(torch.zeros(3)) == Histogram(zeros=3, first=0, counts=[])
 
 
 def test_the_slowest_rank_has_the_most_work_of_its_own():
@@ -174,23 +177,26 @@ def test_the_slowest_rank_has_the_most_work_of_its_own():
 
 def test_windows_never_span_two_phases():
     phases = ["dense"] * 7 + ["sparse"] * 8
-    steps = [{"step": i, "phase": phase, "loss": float(i)} for i, phase in enumerate(phases)]
-    thin = columns(steps, most=4)
-    assert thin.steps == [3, 6, 10, 14] and thin.width == 4
-    assert thin.mean("loss") == [1.5, 5.0, 8.5, 12.5]
-    assert thin.total(entry["loss"] for entry in steps)[-1] == sum(range(15))
-    steps[0]["loss"] = None
-    assert columns(steps).mean("loss")[:2] == [None, 1.0]
+    steps = [
+        StepRecord(step=i, phase=phase, loss=float(i), bytes_sent=1, bytes_dense=1)
+        for i, phase in enumerate(phases)
+    ]
+    windows = downsample(steps, max_points=4)
+    assert windows.steps == [3, 6, 10, 14] and windows.width == 4
+    assert windows.mean("loss") == [1.5, 5.0, 8.5, 12.5]
+    assert windows.cumulative("loss")[-1] == sum(range(15))
+    steps[0].loss = None
+    assert downsample(steps).mean("loss")[:2] == [None, 1.0]
 
 
 def test_a_hundred_thousand_steps_are_less_than_five_megabytes(runs):
-    record = read(runs["whole"])
-    sparse = record.steps[-1]
-    record.entries["step"] = [
-        sparse | {"step": i, "loss": 1 / (1 + i) ** 0.3, "bytes_sent": 1000 + i * 7919 % 997}
+    runlog = read_runlog(runs["whole"])
+    sparse = runlog.steps[-1]
+    runlog.records[StepRecord] = [
+        replace(sparse, step=i, loss=1 / (1 + i) ** 0.3, bytes_sent=1000 + i * 7919 % 997)
         for i in range(100_000)
     ]
-    assert len(page("long", "", sections(record))) < 5_000_000
+    assert len(page("long", "", sections(runlog))) < 5_000_000
 
 
 def test_what_is_recorded_cannot_break_the_page():
@@ -235,8 +241,8 @@ def command(monkeypatch, *args: str) -> int:
     return ended.value.code
 
 
-def test_a_journal_of_another_program_still_makes_a_page(tmp_path):
-    """Who writes handle.stats.as_dict() as lines has a report too."""
+def test_metrics_of_another_program_make_a_page_too(tmp_path):
+    """For example lines of `handle.stats.as_dict()`."""
     steps = [
         {"kind": "step", "step": i, "phase": "sparse", "numel": 10, "k": 1, "local": 1, "result": 1}
         | {"bytes_sent": 8, "bytes_dense": 40, "compression_ratio": 5.0, "skipped": False}

@@ -1,4 +1,4 @@
-"""`oktopk sweep`: ranges, budget, going on, pruning, failures, and what is shown at the end."""
+"""`oktopk sweep`: ranges, budget, continuing, pruning, failures, and what is shown at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import browser
-import journals
+import runlogs
 from oktopk.sweep import trial as trials
 from oktopk.sweep.page import (
     cost,
@@ -29,6 +29,7 @@ from oktopk.sweep.results import (
     ranked,
 )
 from oktopk.sweep.space import Range, parse
+from oktopk.train import run_process
 from oktopk.train.config import Config
 from speech import SMALL
 
@@ -39,7 +40,7 @@ LR = ["--lr", "1e-3:1e-1", "--density", "0.02", "--warmup-steps", "2", "--exact-
 def trainer(monkeypatch):
     """Runs whose WER is 20 times lr, at once; or what `acts` makes of them."""
     made = SimpleNamespace(
-        configs=[], ended=[], acts=lambda config: journals.whole_run(20 * config.lr)
+        configs=[], ended=[], acts=lambda config: runlogs.whole_run(20 * config.lr)
     )
 
     @contextmanager
@@ -47,15 +48,13 @@ def trainer(monkeypatch):
         made.configs.append(config)
         log.write_text("the disk is full\n")
         entries = made.acts(config)
-        journals.write(Path(config.runs) / config.name, entries, config)
+        runlogs.write(Path(config.runs) / config.name, entries, config)
         how = entries[-1].get("how")  # without an end it goes on for ever
         code = {"finished": 0, "failed": 1}.get(how)
-        process = SimpleNamespace(poll=lambda: code, returncode=code)
-        yield process
+        yield SimpleNamespace(poll=lambda: code, wait=lambda seconds: None)
         made.ended.append(config.name)
 
-    monkeypatch.setattr(trials, "started", started)
-    monkeypatch.setattr(trials, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(run_process, "started", started)
     return made
 
 
@@ -103,13 +102,13 @@ def test_what_is_wrong_is_said_before_anything_runs(trainer, call, capsys, argum
 def test_folders_of_others_are_left_as_they_are(trainer, call, capsys):
     """A training run's own, a comparison's, and one of runs that belong to neither."""
     for place in ("a", "both/dense", "some/first"):
-        journals.write(Path("runs") / place, journals.whole_run(), Config())
+        runlogs.write(Path("runs") / place, runlogs.whole_run(), Config())
     Path("runs/both/compare.html").write_text("")
     before = sorted(Path("runs").rglob("*"))
     for name, message in {
         "a": "runs/a is the folder of a training run",
         "both": "runs/both is the folder of a comparison (compare.html)",
-        "some": "runs/some has runs that are no trials of a sweep (first)",
+        "some": "runs/some has runs that are not trials of a sweep (first)",
     }.items():
         assert call(*LR, "--name", name) == 1
         said = capsys.readouterr().err
@@ -161,9 +160,9 @@ def test_hopeless_trials_are_ended_and_their_checkpoints_go(trainer, call, capsy
     def acts(config):
         number = int(config.name[-3:])
         if number < 5:
-            return journals.whole_run(0.2)
+            return runlogs.whole_run(0.2)
         (Path(config.runs) / config.name / "checkpoints").mkdir(parents=True)
-        return journals.whole_run(0.9)[:-1]  # never ends by itself
+        return runlogs.whole_run(0.9)[:-1]  # never ends by itself
 
     trainer.acts = acts
     assert call(*LR, "--trials", "6") == 0
@@ -176,7 +175,7 @@ def test_hopeless_trials_are_ended_and_their_checkpoints_go(trainer, call, capsy
 def test_a_failed_trial_does_not_end_the_sweep_but_many_do(trainer, call, capsys):
     def acts(config):
         good = config.name == "trial-001"
-        return journals.whole_run() if good else [journals.opening(), journals.end("failed")]
+        return runlogs.whole_run() if good else [runlogs.opening(), runlogs.end("failed")]
 
     trainer.acts = acts
     assert call(*LR, "--trials", "3") == 0
@@ -189,13 +188,13 @@ def test_a_failed_trial_does_not_end_the_sweep_but_many_do(trainer, call, capsys
 
 
 def test_a_trial_that_was_cut_off_goes_on_in_its_folder(trainer, call, capsys, monkeypatch):
-    trainer.acts = lambda config: journals.whole_run()[:5]
+    trainer.acts = lambda config: runlogs.whole_run()[:5]
     with monkeypatch.context() as late:
         late.setattr(trials, "time", SimpleNamespace(monotonic=lambda: float("inf")))
         assert call(*LR, "--trials", "2", "--minutes", "10") == 1
     assert "the time is up; it was saved" in capsys.readouterr().out
     assert [row["state"] for row in table()] == ["half-way"]
-    trainer.acts = lambda config: journals.whole_run()
+    trainer.acts = lambda config: runlogs.whole_run()
     assert call(*LR, "--trials", "2") == 0
     names = [(run.name, run.lr) for run in trainer.configs]
     assert names[0] == names[1] and [name for name, _ in names] == ["trial-000"] * 2 + ["trial-001"]
@@ -206,7 +205,7 @@ def test_an_interrupted_sweep_takes_down_what_had_finished(trainer, call):
     """Killed after the run's last word and before Optuna heard of it."""
 
     def acts(config):
-        journals.write(Path(config.runs) / config.name, journals.whole_run(), config)
+        runlogs.write(Path(config.runs) / config.name, runlogs.whole_run(), config)
         raise KeyboardInterrupt
 
     trainer.acts = acts
@@ -252,7 +251,7 @@ def test_a_trial_that_diverged_does_not_squash_the_others():
     found.append(result(4, "pruned", 9.0))
     for figure in (*history(found, "wer"), *slices(found, space, "wer")):
         assert figure.layout["yaxis"]["range"] == pytest.approx([0.255, 1.245])
-        assert figure.note == "1 of 5 trials came above 1.2 and out of sight."
+        assert figure.note == "1 of 5 trials are above 1.2 and not shown."
     (lines,) = parallel(found, space, "wer")
     assert lines.traces[-1]["y"][-1] == 0 and max(trace["y"][-1] for trace in lines.traces) == 1
     (alone,) = history(found[4:], "wer")  # its colour is that of its state, whoever is there

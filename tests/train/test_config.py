@@ -18,7 +18,7 @@ from oktopk.train.config import (
     to_toml,
     with_flags,
 )
-from oktopk.train.setup import remedies, say_what_is_idle
+from oktopk.train.setup import log_unused_options, preset_options
 
 PLAIN = {"late_moments": False, "beta1": None, "advance": 0.0, "follow_rate": False}  # by hand
 
@@ -105,12 +105,12 @@ def test_nothing_near_is_no_hint():
     ],
 )
 def test_remedies_by_hand(chosen, expected):
-    assert remedies(Config(optimizer="adamw", **chosen)) == expected
+    assert preset_options(Config(optimizer="adamw", **chosen)) == expected
 
 
 def test_remedies_for_dense_are_said_to_do_nothing(caplog):
     with caplog.at_level("INFO", logger="oktopk"):
-        say_what_is_idle(Config(method="dense", remedies="none"))
+        log_unused_options(Config(method="dense", remedies="none"))
         assert not caplog.messages
-        say_what_is_idle(Config(method="dense", optimizer="adamw", beta1=0.3))
+        log_unused_options(Config(method="dense", optimizer="adamw", beta1=0.3))
     assert caplog.messages == ["beta1: without effect, since dense sends everything"]

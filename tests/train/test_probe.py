@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import speech
-from oktopk.train.probe import judge
+from oktopk.train.probe import selection_quality
 
 
-def test_judged_by_hand():
+def test_selection_qualityd_by_hand():
     acc = torch.tensor([3.0, -4.0, 1.0, 0.0])
     grad = torch.tensor([0.0, 5.0, 0.0, 0.0])
     result = torch.tensor([2.0, 0.0, 1.0, 0.0])
-    found = judge(acc, grad, result, 2)
+    found = selection_quality(acc, grad, result, 2)
     assert found["recall"] == 0.5
     assert found["energy"] == pytest.approx(10 / 26)
     assert found["best_energy"] == pytest.approx(25 / 26)
@@ -25,13 +25,13 @@ def test_the_true_top_k_is_perfect():
     best = torch.zeros(100)
     chosen = acc.abs().topk(10).indices
     best[chosen] = acc[chosen]
-    found = judge(acc, acc, best, 10)
+    found = selection_quality(acc, acc, best, 10)
     assert found["recall"] == 1 and found["xi"] == 0
     assert found["energy"] == found["best_energy"]
 
 
 def test_nothing_at_all_is_a_size():
-    assert judge(*[torch.zeros(0)] * 3, 0) == {
+    assert selection_quality(*[torch.zeros(0)] * 3, 0) == {
         "recall": 1.0,
         "energy": 1.0,
         "best_energy": 1.0,

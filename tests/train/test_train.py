@@ -10,8 +10,8 @@ import torch
 import speech
 from oktopk.errors import RunError
 from oktopk.runlog import run_directory
-from oktopk.train.data.speak import speak
-from oktopk.train.validate import errors, summarise, validates
+from oktopk.train.data.synthesis import synthesize_corpus
+from oktopk.train.validate import errors, is_validated, summarize
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_another_run_is_not_resumed(worlds, corpus, tmp_path, changed, message):
 
 
 def test_other_recordings_are_not_taken_for_the_same(worlds, corpus, tmp_path):
-    speak(tmp_path / "other", train=26, test=7, seed=4)
+    synthesize_corpus(tmp_path / "other", train=26, test=7, seed=4)
     settings = {"max_steps": 1}
     worlds.run(1, speech.train, corpus, str(tmp_path), settings, False)
     [answer] = worlds.run(1, speech.train, str(tmp_path / "other"), str(tmp_path), settings, True)
@@ -191,8 +191,8 @@ def test_a_cut_metrics_file_is_mended(worlds, corpus, tmp_path):
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
-    numbers = [run_directory.make(tmp_path, "a", resume=False) for _ in range(3)]
-    assert numbers == [1, 2, 3] and run_directory.newest(tmp_path, "a") == 3
+    numbers = [run_directory.create_run_directory(tmp_path, "a", resume=False) for _ in range(3)]
+    assert numbers == [1, 2, 3] and run_directory.latest_number(tmp_path, "a") == 3
     with (
         run_directory.lock(tmp_path / "a"),
         pytest.raises(RunError, match="another run is writing"),
@@ -224,18 +224,18 @@ def test_errors_by_hand(said, heard, expected):
 
 def test_rates_are_of_the_corpus_and_may_exceed_one():
     rows = torch.tensor([[2.0, 2, 1, 4, 2], [4.0, 0, 3, 0, 8]], dtype=torch.float64)
-    result = summarise(rows, [])
+    result = summarize(rows, [])
     assert (result.wer, result.cer, result.val_loss) == (2 / 4, 4 / 10, 3.0)
     assert result.mean_utterance_wer == (2 / 1 + 0 / 3) / 2
     assert result.pseudo_accuracy == 0.5
-    assert summarise(rows[:1], []).wer == 2.0
-    assert summarise(rows[:1], []).pseudo_accuracy == 0.0
+    assert summarize(rows[:1], []).wer == 2.0
+    assert summarize(rows[:1], []).pseudo_accuracy == 0.0
 
 
 def test_epochs_0_4_9_and_the_last_are_validated():
-    assert [e for e in range(12) if validates(e, 12, 5)] == [0, 4, 9, 11]
-    assert [e for e in range(10) if validates(e, 10, 5)] == [0, 4, 9]
-    assert [e for e in range(3) if validates(e, 3, 1)] == [0, 1, 2]
+    assert [e for e in range(12) if is_validated(e, 12, 5)] == [0, 4, 9, 11]
+    assert [e for e in range(10) if is_validated(e, 10, 5)] == [0, 4, 9]
+    assert [e for e in range(3) if is_validated(e, 3, 1)] == [0, 1, 2]
 
 
 def load(path):

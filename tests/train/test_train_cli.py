@@ -15,8 +15,12 @@ import pytest
 import speech
 from launchers import environment
 from oktopk import cli
-from oktopk.runlog import run_directory as folders
-from oktopk.runlog.reader import has_checkpoint
+from oktopk.runlog.run_directory import (
+    create_run_directory,
+    has_checkpoint,
+    latest_number,
+    latest_resumable,
+)
 from oktopk.train import command as train_command
 from oktopk.train.command import resolve
 from oktopk.train.config import Config, to_toml
@@ -169,7 +173,7 @@ def test_being_asked_to_stop_saves_first(corpus, tmp_path):
         _, err = process.communicate(timeout=LIMIT)
     finally:
         process.kill()
-    saved = re.search(r"stopped and saved at step (\d+): go on with --resume", err)
+    saved = re.search(r"stopped and saved at step (\d+): continue with --resume", err)
     assert saved and process.returncode
     assert speech.newest(tmp_path / "tiny").name == f"step-{int(saved[1]):08}"
 
@@ -212,16 +216,16 @@ def test_the_newest_run_with_a_checkpoint_is_resumed(tmp_path):
     checkpointed(tmp_path / "a", Config(name="a", lr=0.5))
     checkpointed(tmp_path / "a-2", Config(name="a", lr=0.25))
     (tmp_path / "a-3").mkdir()
-    assert folders.newest(tmp_path, "a") == 3 and folders.resumable(tmp_path, "a") == 2
-    assert folders.make(tmp_path, "a", resume=True) == 2
-    assert folders.make(tmp_path, "a", resume=False) == 4
+    assert latest_number(tmp_path, "a") == 3 and latest_resumable(tmp_path, "a") == 2
+    assert create_run_directory(tmp_path, "a", resume=True) == 2
+    assert create_run_directory(tmp_path, "a", resume=False) == 4
     args = cli.parser().parse_args(["train", "--runs", str(tmp_path), "--name", "a", "--resume"])
     assert resolve(args).lr == 0.25
 
 
 def test_without_a_checkpoint_the_newest_folder_is_used_again(tmp_path):
     (tmp_path / "a").mkdir()
-    assert folders.make(tmp_path, "a", resume=True) == 1
+    assert create_run_directory(tmp_path, "a", resume=True) == 1
 
 
 @pytest.mark.parametrize("content", ["", "lr = 0.01\n", "name = 5\n", "\0"])
@@ -255,7 +259,7 @@ def test_resume_is_advised_where_there_is_something_to_resume(tmp_path, monkeypa
         return 1
 
     monkeypatch.setattr(train_command, "start_workers", fail)
-    assert train_command.start(2, [], config, resume=False) == 1
+    assert train_command.run_workers(2, [], config, resume=False) == 1
     assert ("--resume" in capsys.readouterr().err) == (made == "checkpoint")
-    assert train_command.start(2, [], config, resume=True) == 1  # that was the same command
+    assert train_command.run_workers(2, [], config, resume=True) == 1  # that was the same command
     assert "--resume" not in capsys.readouterr().err

@@ -153,7 +153,7 @@ def test_metrics_that_cannot_be_written_end_the_run_on_all_ranks(worlds, corpus,
     assert answers[1].startswith("OthersError: rank 1 stops because writing the metrics failed on")
 
 
-def test_without_tensorboard_the_run_goes_on(tmp_path):
+def test_training_continues_when_tensorboard_cannot_write(tmp_path):
     said = tmp_path / "said"
     process = forkserver().Process(target=small_board, args=(tmp_path, said))
     process.start()
@@ -163,19 +163,21 @@ def test_without_tensorboard_the_run_goes_on(tmp_path):
     assert process.exitcode == 0, text
     lines = [line for line in text.splitlines() if line]
     assert len(lines) == 1 and lines[0].startswith("TensorBoard's events in"), text
-    assert "training goes on without them: [Errno 27] File too large" in lines[0]
+    assert "training continues without them: [Errno 27] File too large" in lines[0]
 
 
 def small_board(folder: Path, said: Path) -> None:
     """Write more events than a file may have, with all that is said in a file of its own."""
     with said.open("wb") as file:
         os.dup2(file.fileno(), 2)
-    from oktopk.train.tensorboard import Board
+    from oktopk.runlog.schema import StepRecord
+    from oktopk.train.tensorboard import TensorBoardWriter
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
-    board = Board(folder / "events", 0)
+    board = TensorBoardWriter(folder / "events", 0)
     for step in range(200):
-        board.steps([{"step": step, "loss": 1.0, "lr": 0.1}])
+        record = StepRecord(step=step, phase="dense", bytes_sent=0, bytes_dense=0, loss=1.0, lr=0.1)
+        board.write_steps([record])
     board.close()
 
 

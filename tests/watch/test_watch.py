@@ -1,4 +1,4 @@
-"""`oktopk watch`: following a journal that another process writes, and what is shown of it."""
+"""`oktopk watch`: what is shown of a run while another process writes its metrics."""
 
 from __future__ import annotations
 
@@ -12,73 +12,45 @@ from types import SimpleNamespace
 
 import pytest
 
-import journals
-from oktopk.runlog.tail import Follower
-from oktopk.train.tensorboard import Board
+import runlogs
+from oktopk.runlog.schema import ProbeRecord
+from oktopk.train.tensorboard import TensorBoardWriter
 from oktopk.watch import command as watching
 from oktopk.watch.command import command, find, others
 from oktopk.watch.screen import (
-    SILENT,
+    SILENT_SECONDS,
     rows,
     screen,
     sparkline,
     status,
 )
-from oktopk.watch.state import Seen, Watched
+from oktopk.watch.state import RunState, RunWatcher
 
 
-def seen_of(entries: list[dict]) -> Seen:
-    seen = Seen()
-    for entry in entries:
-        seen.take(entry)
-    return seen
+def state_of(entries: list[dict]) -> RunState:
+    state = RunState()
+    for record in runlogs.records(entries):
+        state.update(record)
+    return state
 
 
 def args(run, once: bool = False) -> argparse.Namespace:
     return argparse.Namespace(folder=str(run), once=once, every=0.05)
 
 
-def test_only_what_is_new_is_read_and_half_a_line_waits(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    follower = Follower(path)
-    assert follower.read() == (False, [])  # not begun
-    text = journals.lines([journals.step(i) for i in range(3)])
-    path.write_bytes(text[:-5])
-    assert [entry["step"] for entry in follower.read()[1]] == [0, 1]
-    assert follower.read() == (False, [])
-    with path.open("ab") as file:
-        file.write(text[-5:] + b"{broken\n[1]\n")
-    assert [entry["step"] for entry in follower.read()[1]] == [2]
-    path.unlink()
-    assert follower.read() == (True, [])
-
-
-@pytest.mark.parametrize("more", [0, 40])
-def test_a_resumed_run_is_told_from_the_start(tmp_path, more):
-    """Also when it has written more than was there, by the time somebody looks."""
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(journals.lines([journals.step(i) for i in range(8)]))
-    follower = Follower(path)
-    follower.read()
-    again = [journals.step(i) | {"whole": 0.1 if i < 4 else 0.3} for i in range(6 + more)]
-    path.write_bytes(journals.lines(again))
-    anew, entries = follower.read()
-    assert anew and [entry["step"] for entry in entries] == list(range(6 + more))
-
-
-def test_what_was_seen_is_seen_once_after_a_resume(tmp_path):
-    folder = journals.write(tmp_path, journals.whole_run()[:8])
-    watched = Watched(folder / "metrics.jsonl")
-    assert watched.look().steps == 6
-    journals.write(tmp_path, [*journals.whole_run()[:4], journals.step(3) | {"whole": 0.7}])
-    assert watched.look().steps == 4
-    assert len(watched.seen.losses) == 4 and watched.seen.validated == []
+def test_a_resumed_run_is_counted_once(tmp_path):
+    folder = runlogs.write(tmp_path, runlogs.whole_run()[:8])
+    watcher = RunWatcher(folder)
+    assert watcher.refresh().steps == 6
+    runlogs.write(tmp_path, [*runlogs.whole_run()[:4], runlogs.step(3) | {"whole": 0.7}])
+    assert watcher.refresh().steps == 4
+    assert len(watcher.state.losses) == 4 and watcher.state.validated == []
 
 
 def test_a_running_run_shows_what_matters():
-    entries = journals.whole_run(wer=0.25)[:-2]
+    entries = runlogs.whole_run(wer=0.25)[:-2]
     warning = {"kind": "warning", "step": 1, "text": "the disk is nearly full"}
-    shown = dict(rows(seen_of([*entries, warning]), quiet=1.0))
+    shown = dict(rows(state_of([*entries, warning]), quiet=1.0))
     assert shown["status"] == "running, oktopk at density 0.02, 2 workers"
     assert "100%, step 8 of 8, sparse phase" in shown["progress"]
     assert shown["loss"].endswith(" 2.250")
@@ -90,24 +62,29 @@ def test_a_running_run_shows_what_matters():
 
 
 def test_the_time_left_follows_the_last_steps():
-    entries = [journals.opening(total=100), *(journals.step(i) for i in range(40))]
-    assert "40%, step 40 of 100" in dict(rows(seen_of(entries), 0.0))["progress"]
-    assert "about 0:06 left" in dict(rows(seen_of(entries), 0.0))["progress"]
+    entries = [runlogs.opening(total=100), *(runlogs.step(i) for i in range(40))]
+    assert "40%, step 40 of 100" in dict(rows(state_of(entries), 0.0))["progress"]
+    assert "about 0:06 left" in dict(rows(state_of(entries), 0.0))["progress"]
 
 
 @pytest.mark.parametrize(
     ("entries", "quiet", "word", "text"),
     [
         ([], 0.0, "waiting", "waiting for the run to begin"),
-        ([journals.opening()], 1.0, "running", "running, oktopk at density 0.02, 2 workers"),
-        ([journals.opening(method="dense")], 1.0, "running", "running, dense, 2 workers"),
-        ([journals.opening(), journals.step(0)], SILENT + 1, "silent", "no news for 2:01"),
-        ([journals.step(0), journals.end("failed", "no disk")], 900.0, "failed", "failed: no disk"),
-        ([journals.step(0), journals.end()], 900.0, "finished", "finished"),
+        ([runlogs.opening()], 1.0, "running", "running, oktopk at density 0.02, 2 workers"),
+        ([runlogs.opening(method="dense")], 1.0, "running", "running, dense, 2 workers"),
+        (
+            [runlogs.opening(), runlogs.step(0)],
+            SILENT_SECONDS + 1,
+            "silent",
+            "nothing was recorded for 2:01",
+        ),
+        ([runlogs.step(0), runlogs.end("failed", "no disk")], 900.0, "failed", "failed: no disk"),
+        ([runlogs.step(0), runlogs.end()], 900.0, "finished", "finished"),
     ],
 )
 def test_a_status_for_every_fate(entries, quiet, word, text):
-    seen = seen_of(entries)
+    seen = state_of(entries)
     assert status(seen, quiet) == word
     assert dict(rows(seen, quiet))["status"].startswith(text)
     screen(seen, "runs/x", quiet)
@@ -121,13 +98,13 @@ def test_a_journal_of_ones_own_training_is_enough():
 
     reducer = oktopk.Reducer(1000, density=0.02, warmup_steps=1)
     stats = [reducer.reduce_(torch.randn(1000)).as_dict() for _ in range(3)]
-    shown = dict(rows(seen_of([{"kind": "step"} | step for step in stats]), 0.0))
+    shown = dict(rows(state_of([{"kind": "step"} | step for step in stats]), 0.0))
     assert shown["progress"] == "step 3, sparse phase" and "loss" not in shown
 
 
 def test_skipped_steps_and_many_warnings_do_not_crowd_the_view():
     warnings = [{"kind": "warning", "text": f"no {i}"} for i in range(5)]
-    seen = seen_of([journals.step(0), journals.step(1, loss=None), *warnings])
+    seen = state_of([runlogs.step(0), runlogs.step(1, loss=None), *warnings])
     shown = rows(seen, 0.0)
     assert dict(shown)["loss"].endswith("3.000, 1 steps skipped")
     assert [text for label, text in shown if label == "warning"] == ["no 2", "no 3", "no 4"]
@@ -142,19 +119,19 @@ def test_sparklines_show_ups_and_downs_in_their_width():
 
 
 def test_once_prints_and_leaves(tmp_path, capsys):
-    journals.write(tmp_path / "run", journals.whole_run()[:6])
+    runlogs.write(tmp_path / "run", runlogs.whole_run()[:6])
     assert command(args(tmp_path / "run", once=True)) == 1  # as without: 0 when it finished
     assert "step 4 of 8" in capsys.readouterr().out
     assert command(args(tmp_path / "later", once=True)) == 1
     assert "waiting for the run to begin" in capsys.readouterr().out
-    journals.write(tmp_path / "run", journals.whole_run())
+    runlogs.write(tmp_path / "run", runlogs.whole_run())
     assert command(args(tmp_path / "run", once=True)) == 0
 
 
 def test_a_mistyped_name_waits_and_names_the_runs_there_are(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("quickstart", "compare/dense", "compare/oktopk-0.02"):
-        journals.write(tmp_path / "runs" / name, journals.whole_run())
+        runlogs.write(tmp_path / "runs" / name, runlogs.whole_run())
     assert command(args("quikstart", once=True)) == 1
     said = " ".join(capsys.readouterr().out.replace("│", "").split())
     assert "waiting for the run to begin" in said
@@ -170,22 +147,24 @@ def test_a_mistyped_name_waits_and_names_the_runs_there_are(tmp_path, monkeypatc
 def test_what_is_no_run_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("compare/dense", "compare/oktopk-0.02"):
-        journals.write(tmp_path / "runs" / name, journals.whole_run())
+        runlogs.write(tmp_path / "runs" / name, runlogs.whole_run())
     assert command(args("runs/compare/dense/metrics.jsonl")) == 2
     assert "metrics.jsonl is a file: give the folder of a run" in capsys.readouterr().err
     assert command(args("compare")) == 2
     said = capsys.readouterr().err
-    assert "runs/compare is no run but has runs in it: watch one of runs/compare/dense, " in said
+    assert (
+        "runs/compare is not a run, but has runs in it: watch one of runs/compare/dense, " in said
+    )
     assert command(args("runs")) == 2
     assert "watch one of runs/compare\n" in capsys.readouterr().err
 
 
 def test_in_a_pipe_there_is_a_line_when_something_is_new(tmp_path, capsys, monkeypatch):
-    run, growing = journals.whole_run(), []
+    run, growing = runlogs.whole_run(), []
 
     def pause(_: float) -> None:
         growing.append(capsys.readouterr().out)
-        journals.write(tmp_path / "run", [run[:4], run[:4], run[:6], run][len(growing) - 1])
+        runlogs.write(tmp_path / "run", [run[:4], run[:4], run[:6], run][len(growing) - 1])
 
     monkeypatch.setattr(watching, "LINE_SECONDS", 0.0)
     monkeypatch.setattr(watching, "time", SimpleNamespace(**vars(time) | {"sleep": pause}))
@@ -207,10 +186,10 @@ def test_it_waits_for_the_run_and_ends_with_it(tmp_path, capsys, monkeypatch, ho
 
     def run() -> None:
         time.sleep(0.2)
-        journals.write(folder, [journals.opening(), journals.step(0)])
+        runlogs.write(folder, [runlogs.opening(), runlogs.step(0)])
         time.sleep(0.2)
         with (folder / "metrics.jsonl").open("ab") as file:
-            file.write(journals.lines([journals.end(how)]))
+            file.write(runlogs.lines([runlogs.end(how)]))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -238,12 +217,12 @@ def test_tensorboard_sees_a_flush_before_the_run_ends(tmp_path):
         events.Reload()
         return set(events.Tags()[kind])
 
-    board = Board(tmp_path, 0)
-    board.steps([journals.step(0)])
-    parts = {f"seconds/{name}" for name in (*journals.SECONDS, *journals.OVERLAPPED, "whole")}
+    board = TensorBoardWriter(tmp_path, 0)
+    board.write_steps(runlogs.records([runlogs.step(0)]))
+    parts = {f"seconds/{name}" for name in (*runlogs.SECONDS, *runlogs.OVERLAPPED, "whole")}
     assert {"train/loss", "traffic/bytes_sent", *parts} <= tags("scalars")
-    board.probes([{"kind": "probe", "step": 0, "recall": 0.9}])
+    board.write_probes([ProbeRecord(step=0, recall=0.9)])
     assert "quality/recall" in tags("scalars")
-    board.histograms("gradient", {"weight": torch.ones(4)}, 0)
+    board.write_histograms("gradient", {"weight": torch.ones(4)}, 0)
     assert {"gradient/weight", "gradient/all"} <= tags("histograms")
     board.close()

@@ -24,8 +24,8 @@ from oktopk.compare.results import (
     row,
 )
 from oktopk.report.texttable import markdown
-from oktopk.runlog.reader import JOURNAL, Record, read
-from oktopk.runlog.run_directory import lock
+from oktopk.runlog.reader import RunLog, read_runlog
+from oktopk.runlog.run_directory import METRICS_FILE, lock
 from oktopk.train.config import (
     DEFAULT,
     FIELDS,
@@ -34,17 +34,19 @@ from oktopk.train.config import (
     with_flags,
 )
 from oktopk.train.config import add_flags as add_train_flags
-from oktopk.train.console import say
+from oktopk.train.console import print_line
 from oktopk.train.run_process import (
-    answered,
-    leaving_on_sigterm,
-    started,
-    tail,
+    directory_of,
+    exit_code_of,
+    last_lines,
+    log_of,
+    train_in_process,
 )
 from oktopk.utils.files import write_whole
+from oktopk.utils.signals import interruptible
 
 NAME = "compare"
-# a list, and the train flag with one value that it stands for
+# flags that take a list, and the flag of `oktopk train` that takes one value
 LISTS = {"methods": "method", "densities": "density", "seeds": "seed"}
 KNOWN = [f"--{name.replace('_', '-')}" for name in (*FIELDS, *LISTS, "metric", "config")]
 
@@ -61,7 +63,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Train what is not trained yet, then sum up all runs of the folder."""
+    """Train the runs that are not finished, then write the tables of all runs in the folder."""
 
     def act() -> int:
         base, wanted = resolve(args)
@@ -69,14 +71,14 @@ def command(args: argparse.Namespace) -> int:
         refuse_run(folder)
         refuse_sweep(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        with lock(folder), leaving_on_sigterm():
+        with lock(folder), interruptible(is_rank=False):
             return compare(args.config or DEFAULT, base, wanted, args.metric)
 
-    return answered("oktopk compare", act)
+    return exit_code_of("oktopk compare", act)
 
 
 def resolve(args: argparse.Namespace) -> tuple[Config, list[Config]]:
-    """The training that all have in common, in its folder, and the runs."""
+    """The config that all runs have in common, with the folder of the comparison, and the runs."""
     for several, one in LISTS.items():
         if getattr(args, several) is not None and hasattr(args, one):
             raise ValueError(f"--{several} and --{one}: give one of them")
@@ -98,7 +100,7 @@ def _list(name: str, text: str | None, kind: type) -> list:
 
 
 def compare(config: str, base: Config, wanted: list[Config], metric: str) -> int:
-    """Run what is missing and write the tables; 1 when a run failed."""
+    """Train what is missing and write the tables. Returns 1 if a run failed."""
     folder = Path(base.runs)
     refuse_others(folder, base)
     refuse_files(wanted)
@@ -108,58 +110,56 @@ def compare(config: str, base: Config, wanted: list[Config], metric: str) -> int
         try:
             if not train(config, run, place):
                 failed.append(run.name)
-        finally:  # also when it is interrupted: what is there can be looked at
-            table = sum_up(folder, metric)
-    say(f"\n{table}")
+        finally:  # also when the comparison is interrupted
+            table = write_tables(folder, metric)
+    print_line(f"\n{table}")
     for name in failed:
         sys.stderr.write(f"oktopk compare: {name} failed, see {folder / name}.log\n")
     if failed:
-        sys.stderr.write("the same command tries again what failed, and only that\n")
+        sys.stderr.write("the same command tries the failed runs again, and only those\n")
     return 1 if failed else 0
 
 
 def train(config: str, run: Config, place: str) -> bool:
-    """Train one setting, unless it is trained; whether it finished."""
-    folder = Path(run.runs) / run.name
-    before = read(folder)
+    """Train one run unless it is finished. Returns whether it finished."""
+    directory, log = directory_of(run), log_of(run)
+    before = read_runlog(directory)
     if before.finished:
-        say(f"{place}: {result(before)} (trained before)")
+        print_line(f"{place}: {result_line(before)} (trained before)")
         return True
-    say(f"{place}: training; to look: oktopk watch {folder}")
-    log = folder.with_name(f"{run.name}.log")
-    with started(run, config, log) as process:
-        code = process.wait()
-    record = read(folder)
-    if code == 0 and record.finished:
-        say(f"{place}: {result(record)}")
+    print_line(f"{place}: training; to look: oktopk watch {directory}")
+    result = train_in_process(run, config)
+    if result.exit_code == 0 and result.runlog.finished:
+        print_line(f"{place}: {result_line(result.runlog)}")
         return True
-    say(f"{place}: failed with exit code {code}, in {log}:\n{tail(log)}")
+    print_line(f"{place}: failed with exit code {result.exit_code}, in {log}:\n{last_lines(log)}")
     return False
 
 
-def result(record: Record) -> str:
-    """A run in one line."""
-    found = asdict(row(record, "wer", None))
+def result_line(runlog: RunLog) -> str:
+    """The result of a run in one line."""
+    values = asdict(row(runlog, "wer", None))
     names = ("wer", "cer", "bytes_sent", "ratio", "ms_per_step")
-    return ", ".join(f"{SHOWN[name][0]} {SHOWN[name][1](found[name])}" for name in names)
+    return ", ".join(f"{SHOWN[name][0]} {SHOWN[name][1](values[name])}" for name in names)
 
 
-def sum_up(folder: Path, metric: str) -> str:
-    """Write the tables and the report of all runs in the folder; the table, and where they are."""
-    records = sorted((read(path.parent) for path in folder.glob(f"*/{JOURNAL}")), key=_order)
-    if not records:
+def write_tables(folder: Path, metric: str) -> str:
+    """Write the tables and the report of all runs in the folder. Returns the table as text."""
+    paths = folder.glob(f"*/{METRICS_FILE}")
+    runlogs = sorted((read_runlog(path.parent) for path in paths), key=_order)
+    if not runlogs:
         return "no run has begun"
-    dense = {run.config.get("seed"): run for run in records if _order(run)[0] == 0}
-    rows = [row(record, metric, dense.get(record.config.get("seed"))) for record in records]
+    dense = {run.config.get("seed"): run for run in runlogs if _order(run)[0] == 0}
+    rows = [row(runlog, metric, dense.get(runlog.config.get("seed"))) for runlog in runlogs]
     text = markdown(as_table(rows))
     write_whole(folder / "table.md", text)
     write_whole(folder / "table.json", json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    write_report(folder / REPORT, records, rows, metric)
+    write_report(folder / REPORT, runlogs, rows, metric)
     return f"{text}\n{folder}: table.md, table.json, {REPORT}"
 
 
-def _order(record: Record) -> tuple[int, str, float, int]:
+def _order(runlog: RunLog) -> tuple[int, str, float, int]:
     """Dense first, then by method, density and seed."""
-    method = record.config.get("method", "")
-    rest = (record.config.get("density", 0.0), record.config.get("seed", 0))
+    method = runlog.config.get("method", "")
+    rest = (runlog.config.get("density", 0.0), runlog.config.get("seed", 0))
     return (0 if method == "dense" else 1, method, *rest)

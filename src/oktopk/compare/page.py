@@ -1,4 +1,4 @@
-"""The report of a comparison: a table, and curves over each other."""
+"""The report of a comparison: a table, and the curves of all runs in common figures."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from oktopk.compare.results import (
     METRICS,
     Row,
     as_table,
-    bytes_so_far,
-    minutes_so_far,
 )
 from oktopk.report.curves import LOG, line
-from oktopk.report.downsample import columns
+from oktopk.report.downsample import downsample
 from oktopk.report.page import (
     Block,
     Figure,
@@ -24,48 +22,49 @@ from oktopk.report.page import (
     table,
     write_page,
 )
-from oktopk.runlog.reader import Record
+from oktopk.runlog.aggregates import cumulative_bytes, cumulative_minutes
+from oktopk.runlog.reader import RunLog
 
-# what the metric is drawn against: a value for every step of a run
-AGAINST: dict[str, tuple[str, Callable[[Record], list[Any]]]] = {
-    "steps": ("step", lambda record: [entry["step"] for entry in record.steps]),
-    "bytes": ("bytes sent by all workers", bytes_so_far),
-    "time": ("minutes of steps, without validation", minutes_so_far),
+# x axes: a title, and a value for every step of a run
+AGAINST: dict[str, tuple[str, Callable[[RunLog], list[Any]]]] = {
+    "steps": ("step", lambda runlog: [step.step for step in runlog.steps]),
+    "bytes": ("bytes sent by all workers", cumulative_bytes),
+    "time": ("minutes of steps, without validation", cumulative_minutes),
 }
 NOTE = "A click on a name hides its curve, a double click all others."
 
 
-def curves(records: list[Record], metric: str) -> list[Figure]:
+def curves(runlogs: list[RunLog], metric: str) -> list[Figure]:
     """The metric of every run against steps, against bytes and against time."""
     figures = []
     for against, (axis, values) in AGAINST.items():
-        traces = [_metric(record, metric, values(record)) for record in records]
+        traces = [_metric(runlog, metric, values(runlog)) for runlog in runlogs]
         title = f"{METRICS[metric]} against {against}"
         figures.append(Figure(title, traces, NOTE, _layout(axis, METRICS[metric])))
     return figures
 
 
-def losses(records: list[Record]) -> list[Figure]:
-    """The training loss of every run, against the same three."""
+def losses(runlogs: list[RunLog]) -> list[Figure]:
+    """The training loss of every run against steps, bytes and time."""
     figures = []
     for against, (axis, values) in AGAINST.items():
         traces = []
-        for record in records:
-            steps, x = columns(record.steps), values(record)
+        for runlog in runlogs:
+            steps, x = downsample(runlog.steps), values(runlog)
             at = [x[part.stop - 1] for part in steps.slices]
-            traces.append(line(record.folder.name, rounded(at), steps.mean("loss")))
+            traces.append(line(runlog.directory.name, rounded(at), steps.mean("loss")))
         layout = _layout(axis, "loss")
         layout["yaxis"] |= LOG
         figures.append(Figure(f"Training loss against {against}", traces, NOTE, layout))
     return figures
 
 
-def _metric(record: Record, metric: str, x: list[Any]) -> dict[str, Any]:
-    """Validations of a run, at the value that its step has on the axis."""
-    place = {entry["step"]: value for entry, value in zip(record.steps, x, strict=True)}
-    found = [entry for entry in record.validated if entry["step"] in place]
-    at = [place[entry["step"]] for entry in found]
-    return line(record.folder.name, rounded(at), [entry.get(metric) for entry in found])
+def _metric(runlog: RunLog, metric: str, x: list[Any]) -> dict[str, Any]:
+    """The validations of a run, at the x value of their step."""
+    x_of = {step.step: value for step, value in zip(runlog.steps, x, strict=True)}
+    epochs = [epoch for epoch in runlog.validated if epoch.step in x_of]
+    at = [x_of[epoch.step] for epoch in epochs]
+    return line(runlog.directory.name, rounded(at), [getattr(epoch, metric) for epoch in epochs])
 
 
 def _layout(x: str, y: str) -> dict[str, Any]:
@@ -73,9 +72,9 @@ def _layout(x: str, y: str) -> dict[str, Any]:
     return {"xaxis": axis, "yaxis": {"title": {"text": y}}}
 
 
-def write_report(path: Path, records: list[Record], rows: list[Row], metric: str) -> None:
-    """Write the page; runs that have not taken a step are only in its table."""
-    begun = [record for record in records if record.steps]
+def write_report(path: Path, runlogs: list[RunLog], rows: list[Row], metric: str) -> None:
+    """Write the page. Runs without a finished step are in the table only."""
+    begun = [runlog for runlog in runlogs if runlog.steps]
     cells = as_table(rows)
     whole: list[Block] = [table(cells[0], cells[1:])]
     sections = [

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import torch
@@ -26,6 +26,7 @@ FORMAT = 1
 
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
 Estimate = Annotated[list[float], Meta(min_length=2, max_length=2)]
+T = TypeVar("T")
 DTYPES = (torch.float32, torch.float64)
 """Of a residual."""
 RANKS = "ranks"
@@ -242,7 +243,7 @@ def _of_this_rank(saved: Saved, rank: int, world_size: int) -> Saved:
 
 
 def _resharded(states: list[Saved], rank: int, world_size: int) -> Saved:
-    """Rank r takes over the residuals of ranks r, r+P, ...: their sum over ranks is as before."""
+    """Residuals by `taken_over`: their sum over ranks is as before."""
     if not states:
         raise StateError("the list of states is empty: pass those of all ranks")
     ordered = sorted(states, key=lambda saved: saved.facts.rank)
@@ -262,7 +263,7 @@ def _resharded(states: list[Saved], rank: int, world_size: int) -> Saved:
             )
     if len(ranks) == world_size:
         return ordered[rank]
-    mine = ordered[rank::world_size]
+    mine = taken_over(ordered, rank, world_size)
     residuals = {
         name: sum((saved.residuals[name] for saved in mine), torch.zeros_like(like))
         for name, like in ordered[0].residuals.items()
@@ -271,6 +272,15 @@ def _resharded(states: list[Saved], rank: int, world_size: int) -> Saved:
     engine = msgspec.structs.replace(facts.engine, numels=[])
     facts = msgspec.structs.replace(facts, rank=rank, world_size=world_size, engine=engine)
     return Saved(facts, residuals, ordered[0].arrived)  # arrivals are the same on every rank
+
+
+def taken_over(states: Sequence[T], rank: int, world_size: int) -> Sequence[T]:
+    """What `rank` takes over when the world size changes: the saved states of ranks r, r+P, ...
+
+    Each saved state is taken over by exactly one rank, so sums over ranks stay what they were. A
+    rank for which none is left starts from zero.
+    """
+    return states[rank::world_size]
 
 
 def _shapes(saved: Saved) -> dict[str, torch.Size]:

@@ -1,1 +1,1 @@
-"""What happened in a run, to look at: `oktopk report`, and what others read from a run's folder."""
+"""`oktopk report`: one page about a run. Other commands use its figures, tables and pages."""

@@ -8,23 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from oktopk.report import curves
-from oktopk.report.downsample import columns
+from oktopk.report.downsample import downsample
 from oktopk.report.page import (
     Section,
     paragraph,
     table,
     write_page,
 )
-from oktopk.report.summary import verdict
-from oktopk.report.tensors import spreads, tensors
+from oktopk.report.summary import summary
+from oktopk.report.tensors import histograms, tensors
 from oktopk.report.times import times
 from oktopk.report.traffic import traffic
-from oktopk.runlog.reader import Entry, Record, read
+from oktopk.runlog.reader import RunLog, read_runlog
+from oktopk.runlog.schema import MemoryRecord, ProbeRecord, RunRecord
 from oktopk.utils.units import size
 
 REPORT = "report.html"
 PLAIN = str | int | float | None
-"""Values that a table shows."""
+"""Types of values that a table shows."""
 RUNS = Path("runs")
 
 
@@ -50,7 +51,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def find_run(path: Path) -> Path | None:
-    """The folder as given, or one of that name in runs/."""
+    """The directory as given, or the one of that name in runs/."""
     return next((folder for folder in (path, RUNS / path) if folder.is_dir()), None)
 
 
@@ -60,101 +61,101 @@ def _known() -> str:
 
 
 def report(folder: Path, out: Path | None = None) -> Path:
-    """Write the page of a run, whatever became of it, and return its path."""
-    record = read(folder)
+    """Write the page of a run, however it ended, and return its path."""
+    runlog = read_runlog(folder)
     path = out or folder / REPORT
     title = f"{folder.resolve().name}: report of a run"
-    write_page(path, title, verdict(record), sections(record))
+    write_page(path, title, summary(runlog), sections(runlog))
     return path
 
 
-def sections(record: Record) -> list[Section]:
-    """All parts of a report; those with nothing to show are empty."""
+def sections(runlog: RunLog) -> list[Section]:
+    """All sections of a report. Sections with nothing to show have no blocks."""
     measured: list[Section] = []
-    if record.steps:
-        steps = columns(record.steps)
+    if runlog.steps:
+        steps = downsample(runlog.steps)
         measured = [
-            Section("Learning", curves.learning(record, steps)),
-            Section("What was kept", curves.compression(record, steps)),
-            Section("Where the bytes went", traffic(record, steps)),
-            Section("Where the time went", times(record, steps)),
-            Section("Which parameters are sparsified", tensors(record)),
-            Section("Gradients and residuals", spreads(record)),
-            Section("Quality of selection", _quality(record)),
+            Section("Learning", curves.learning(runlog, steps)),
+            Section("What was kept", curves.compression(runlog, steps)),
+            Section("Where the bytes went", traffic(runlog, steps)),
+            Section("Where the time went", times(runlog, steps)),
+            Section("Which parameters are sparsified", tensors(runlog)),
+            Section("Gradients and residuals", histograms(runlog)),
+            Section("Quality of selection", _quality(runlog)),
         ]
     return [
         *measured,
-        Section("Decoded samples", _samples(record)),
-        Section("Memory", _memory(record)),
-        Section("Settings", _settings(record)),
-        Section("Versions and machine", _machine(record)),
+        Section("Decoded samples", _samples(runlog)),
+        Section("Memory", _memory(runlog)),
+        Section("Settings", _settings(runlog)),
+        Section("Versions and machine", _machine(runlog)),
     ]
 
 
-def _quality(record: Record) -> list:
-    if any(entry.get("phase") == "sparse" for entry in record.steps) and not record.of("probe"):
-        return [paragraph("Nothing was probed: --probe-every 50 looks every 50 steps.", "note")]
-    return curves.quality(record)
+def _quality(runlog: RunLog) -> list:
+    if any(step.phase == "sparse" for step in runlog.steps) and not runlog.of(ProbeRecord):
+        return [paragraph("Nothing was probed: --probe-every 50 probes every 50 steps.", "note")]
+    return curves.quality(runlog)
 
 
-def _samples(record: Record) -> list[str]:
-    heard = [entry for entry in record.validated if entry.get("samples")]
-    if not heard:
+def _samples(runlog: RunLog) -> list[str]:
+    epochs = [epoch for epoch in runlog.validated if epoch.samples]
+    if not epochs:
         return []
-    shown = [heard[i] for i in sorted({0, len(heard) // 2, len(heard) - 1})]
+    shown = [epochs[i] for i in sorted({0, len(epochs) // 2, len(epochs) - 1})]
     rows = [
-        [entry["epoch"], sample["said"], sample["heard"]]
-        for entry in shown
-        for sample in entry["samples"]
+        [epoch.epoch, sample.said, sample.heard]
+        for epoch in shown
+        for sample in epoch.samples or ()
     ]
     return [table(["epoch", "said", "heard"], rows)]
 
 
-def _memory(record: Record) -> list[str]:
-    if not record.of("memory"):
+def _memory(runlog: RunLog) -> list[str]:
+    if not runlog.of(MemoryRecord):
         return []
-    ranks = record.of("memory")[-1]["ranks"]
+    ranks = runlog.of(MemoryRecord)[-1].ranks
     names = {"rss": "resident", "rss_peak": "peak"}
-    if any(own.get("gpu_allocated_peak") for own in ranks):
+    if any(memory.gpu_allocated_peak for memory in ranks):
         names["gpu_allocated_peak"] = "GPU peak"
     rows = [
-        [f"rank {rank}", *(size(own.get(name) or 0) for name in names)]
-        for rank, own in enumerate(ranks)
+        [f"rank {rank}", *(size(getattr(memory, name) or 0) for name in names)]
+        for rank, memory in enumerate(ranks)
     ]
     return [table(["", *names.values()], rows)]
 
 
-def _settings(record: Record) -> list[str]:
-    rows = _plain(record.config)
-    rest = [row for row in _plain(record.opening.get("settings")) if row[0] not in record.config]
+def _settings(runlog: RunLog) -> list[str]:
+    rows = _plain(runlog.config)
+    rest = [row for row in _plain(runlog.info.settings) if row[0] not in runlog.config]
     changed = [
-        [entry["step"], name, *(str(value) for value in pair[:2])]
-        for entry in record.of("run")
-        for name, pair in (entry.get("changed") or {}).items()
+        [run.step, name, *(str(value) for value in pair[:2])]
+        for run in runlog.of(RunRecord)
+        for name, pair in (run.changed or {}).items()
         if len(pair) == 2 and all(isinstance(value, PLAIN) for value in pair)
     ]
     tables = {
         "": (["setting", "value"], rows),
-        "What attach made of them for this optimizer:": (["of the exchange", "value"], rest),
-        "Changed when the run was resumed:": (["step", "setting", "before", "since"], changed),
+        "What attach set for this optimizer:": (["of the exchange", "value"], rest),
+        "Changed when the run was resumed:": (["step", "setting", "old", "new"], changed),
     }
     return [table(head, body, note) for note, (head, body) in tables.items() if body]
 
 
-def _plain(facts: Entry | None) -> list[list[Any]]:
-    """Names and values, without those that are lists or objects."""
-    return [[name, value] for name, value in (facts or {}).items() if isinstance(value, PLAIN)]
+def _plain(values: dict[str, Any] | None) -> list[list[Any]]:
+    """Names and values, without values that are lists or objects."""
+    return [[name, value] for name, value in (values or {}).items() if isinstance(value, PLAIN)]
 
 
-def _machine(record: Record) -> list[str]:
-    opening = record.opening
-    if not opening:
+def _machine(runlog: RunLog) -> list[str]:
+    runs, info = runlog.of(RunRecord), runlog.info
+    if not runs:
         return []
-    machine = dict(opening.get("machine") or {})
+    machine = dict(info.machine or {})
     if machine.get("memory"):
         machine["memory"] = size(machine["memory"])
-    resumed = [entry.get("time") or "?" for entry in record.of("run")]
-    rows = [["begun", resumed[0]], *(["resumed", time] for time in resumed[1:])]
-    rows += [["ranks", opening.get("size") or "?"]]
-    rows += [*_plain(machine), *_plain(opening.get("versions"))]
+    begun, *resumed = (run.time or "?" for run in runs)
+    rows = [["begun", begun], *(["resumed", time] for time in resumed)]
+    rows += [["ranks", info.size or "?"]]
+    rows += [*_plain(machine), *_plain(info.versions)]
     return [table(["", ""], [[name, str(value)] for name, value in rows])]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from oktopk.report.downsample import Columns, columns
+from oktopk.report.downsample import Windows, downsample
 from oktopk.report.page import Figure, rounded
-from oktopk.runlog.reader import Record
+from oktopk.runlog.reader import RunLog
+from oktopk.runlog.schema import ProbeRecord
 
 LOG = {"type": "log", "tickformat": "~g"}
-FEW = {"dtick": "D2"}  # 1, 2, 5: over two decades or less plotly would name every digit
+FEW_TICKS = {"dtick": "D2"}  # ticks at 1, 2 and 5 only
 
 
 def line(name: str, x: list[Any], y: list[float | None], **more: Any) -> dict[str, Any]:
-    """A curve; one with few points shows them."""
+    """A trace of lines, with markers if there are few points."""
     known = sum(value is not None for value in y)
     mode = "lines" if known > 60 else "lines+markers"
     return {"type": "scatter", "mode": mode, "name": name, "x": x, "y": rounded(y)} | more
@@ -23,9 +24,9 @@ def over_steps(title: str, **layout: Any) -> dict[str, Any]:
     return {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": title}}} | layout
 
 
-def with_phases(layout: dict[str, Any], record: Record) -> dict[str, Any]:
-    """Shade the dense phase and say where it ends."""
-    changes = phase_changes(record)
+def with_phases(layout: dict[str, Any], runlog: RunLog) -> dict[str, Any]:
+    """The layout with the dense phase shaded and its end marked."""
+    changes = phase_changes(runlog)
     dense = [(start, end) for phase, start, end in changes if phase == "dense"]
     whole = len(dense) == len(changes)
     shade = {"type": "rect", "yref": "paper", "y0": 0, "y1": 1, "line": {"width": 0}}
@@ -39,11 +40,11 @@ def with_phases(layout: dict[str, Any], record: Record) -> dict[str, Any]:
     return rest | {"shapes": shapes, "annotations": notes}
 
 
-def phase_changes(record: Record) -> list[tuple[str, int, int]]:
+def phase_changes(runlog: RunLog) -> list[tuple[str, int, int]]:
     """Phases in order: name, first step, step after the last."""
     found: list[tuple[str, int, int]] = []
-    for entry in record.steps:
-        step, phase = int(entry["step"]), str(entry.get("phase"))
+    for record in runlog.steps:
+        step, phase = record.step, record.phase
         if found and found[-1][0] == phase:
             found[-1] = (phase, found[-1][1], step + 1)
         else:
@@ -51,26 +52,26 @@ def phase_changes(record: Record) -> list[tuple[str, int, int]]:
     return found
 
 
-def learning(record: Record, steps: Columns) -> list[Figure]:
+def learning(runlog: RunLog, steps: Windows) -> list[Figure]:
     """Loss and error rates, training and validation."""
-    epochs, validated = columns(record.epochs), record.validated
+    epochs, validated = downsample(runlog.epochs), runlog.validated
     at = epochs.steps
     traces = [line("training, each step", steps.steps, steps.mean("loss"), opacity=0.55)]
     traces.append(line("training, each epoch", at, epochs.mean("train_loss")))
-    seen = [entry["step"] for entry in validated]
-    traces.append(line("validation", seen, [entry.get("val_loss") for entry in validated]))
-    loss = Figure("Loss", traces, _width(steps), _logarithmic("loss", record))
-    rates = {"WER": "wer", "CER": "cer"}
-    traces = [line(name, seen, [e.get(key) for e in validated]) for name, key in rates.items()]
+    at_validation = [epoch.step for epoch in validated]
+    traces.append(line("validation", at_validation, [epoch.val_loss for epoch in validated]))
+    loss = Figure("Loss", traces, _window_note(steps), _logarithmic("loss", runlog))
+    rates = {"WER": [e.wer for e in validated], "CER": [e.cer for e in validated]}
+    traces = [line(name, at_validation, values) for name, values in rates.items()]
     layout = over_steps("errors over words, or characters")
     layout["yaxis"] |= {"rangemode": "tozero"}
-    wer = Figure("Error rates on the test set", traces, "", with_phases(layout, record))
+    wer = Figure("Error rates on the test set", traces, "", with_phases(layout, runlog))
     return [loss, wer] if validated else [loss]
 
 
-def compression(record: Record, steps: Columns) -> list[Figure]:
-    """What was kept against what was asked, and what it saved."""
-    numel = max(1, int(record.steps[-1].get("numel") or 1))
+def compression(runlog: RunLog, steps: Windows) -> list[Figure]:
+    """Entries kept compared with k, the compression ratio, and the thresholds."""
+    numel = max(1, runlog.steps[-1].numel or 1)
     names = {"asked for (k)": "k", "kept by rank 0": "local", "in the result": "result"}
     kept = [
         line(name, steps.steps, [v and v / numel for v in steps.mean(field)])
@@ -84,60 +85,62 @@ def compression(record: Record, steps: Columns) -> list[Figure]:
     ]
     note = "Of all entries of the gradient. One minus the result's share is the sparsity."
     return [
-        Figure("Entries kept", kept, note, _logarithmic("share", record, tickformat="~%", **FEW)),
+        Figure(
+            "Entries kept", kept, note, _logarithmic("share", runlog, tickformat="~%", **FEW_TICKS)
+        ),
         Figure(
             "Compression ratio of each step",
             ratio,
             "",
-            _logarithmic("times fewer bytes", record, **FEW),
+            _logarithmic("times fewer bytes", runlog, **FEW_TICKS),
         ),
         Figure(
             "Thresholds: the smallest magnitude kept",
             limits,
             "",
-            _logarithmic("magnitude", record, **FEW),
+            _logarithmic("magnitude", runlog, **FEW_TICKS),
         ),
     ]
 
 
-def quality(record: Record) -> list[Figure]:
-    """What the probes found, where there were any."""
-    if not record.of("probe"):
+def quality(runlog: RunLog) -> list[Figure]:
+    """What the probes measured; empty without probes."""
+    if not runlog.of(ProbeRecord):
         return []
-    probes = columns(record.of("probe"))
+    probes = downsample(runlog.of(ProbeRecord))
     at = probes.steps
     shares = {
-        "recall of the true top k": "recall",
+        "recall of the exact top k": "recall",
         "captured energy": "energy",
-        "energy of the true top k": "best_energy",
+        "energy of the exact top k": "best_energy",
     }
     found = [line(name, at, probes.mean(field)) for name, field in shares.items()]
     layout = over_steps("share") | {"yaxis": {"range": [0, 1.02], "tickformat": "~%"}}
     note = (
-        "Against a dense sum of what all ranks had accumulated: how many of its largest entries "
-        "were chosen, and how much of its energy (sum of squares) those chosen have. A result of "
-        "more than k entries may have more than the true top k."
+        "Compared with the dense sum of the accumulated gradients of all ranks: how many of its "
+        "largest entries were selected, and how much of its energy (sum of squares) they hold. "
+        "A result with more than k entries may hold more energy than the exact top k."
     )
     xi = [line("xi", at, probes.mean("xi"))]
     ages = {"mean": "age_mean", "nine of ten are below": "age_90", "oldest": "age_most"}
     old = [line(name, at, probes.mean(field)) for name, field in ages.items()]
     about_xi = (
-        "Distance of the result from the true top k, over the norm of the gradient: what the "
+        "Distance of the result from the exact top k, over the norm of the gradient: what the "
         "convergence proof of Ok-Topk assumes to be bounded."
     )
-    about_age = "Steps since an entry was last part of a result."
+    about_age = "Steps since an entry of the residual was last part of a result."
     return [
         Figure("Quality of selection", found, note, layout),
         Figure("xi of the convergence assumption", xi, about_xi, over_steps("xi")),
-        Figure("Age of what is owed", old, about_age, over_steps("steps")),
+        Figure("Age of the residual", old, about_age, over_steps("steps")),
     ]
 
 
-def _logarithmic(title: str, record: Record, **more: Any) -> dict[str, Any]:
+def _logarithmic(title: str, runlog: RunLog, **more: Any) -> dict[str, Any]:
     layout = over_steps(title)
     layout["yaxis"] |= LOG | more
-    return with_phases(layout, record)
+    return with_phases(layout, runlog)
 
 
-def _width(steps: Columns) -> str:
+def _window_note(steps: Windows) -> str:
     return f"Each point is the mean of {steps.width} steps." if steps.width > 1 else ""

@@ -1,71 +1,69 @@
-"""Steps as columns, few enough to draw: a run of 100,000 steps and one of 100 make like files."""
+"""Fewer points for curves: the records of 100,000 steps as at most a thousand windows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from oktopk.runlog.reader import Entry
+from oktopk.runlog.schema import EpochRecord, ProbeRecord, StepRecord
 
-MOST = 1000  # points of a curve
+MAX_POINTS = 1000
+
+Timed = StepRecord | EpochRecord | ProbeRecord
+"""Records that belong to a step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
-    """Windows of steps. A window never spans two phases; its values are means over its steps."""
+class Windows:
+    """Consecutive records, cut into windows. No window spans two phases."""
 
     steps: list[int]
     """The last step of each window."""
 
     slices: list[slice]
-    entries: list[Entry]
+    records: Sequence[Timed]
 
     @property
     def width(self) -> int:
-        """Steps of the widest window: 1 when every step is shown."""
+        """Records in the widest window; 1 when every step has a point of its own."""
         return max((part.stop - part.start for part in self.slices), default=1)
 
     def mean(self, name: str) -> list[float | None]:
-        """A field's means; None where no step of the window has it."""
-        return self.means([number(entry, name) for entry in self.entries])
+        """The mean of a field in each window; None where no record has a value."""
+        return self.mean_of(getattr(record, name) for record in self.records)
 
-    def means(self, values: Iterable[float]) -> list[float | None]:
-        """Means of a value for every step, NaN where it is missing."""
-        column = np.fromiter(values, dtype=np.float64, count=len(self.entries))
+    def mean_of(self, values: Iterable[float | None]) -> list[float | None]:
+        """The mean in each window of a value for every record."""
+        column = self._column(values)
         found = []
         for part in self.slices:
             known = column[part][~np.isnan(column[part])]
             found.append(float(known.mean()) if len(known) else None)
         return found
 
-    def total(self, values: Iterable[float]) -> list[float]:
-        """Sums from the first step to the end of each window; what is missing counts as 0."""
-        column = np.nan_to_num(np.fromiter(values, dtype=np.float64, count=len(self.entries)))
-        sums = np.cumsum(column)
+    def cumulative(self, name: str) -> list[float]:
+        """The sum of a field up to the end of each window; a missing value counts as 0."""
+        sums = np.cumsum(np.nan_to_num(self._column(getattr(r, name) for r in self.records)))
         return [float(sums[part.stop - 1]) for part in self.slices]
 
+    def _column(self, values: Iterable[float | None]) -> np.ndarray:
+        numbers = (np.nan if value is None else value for value in values)
+        return np.fromiter(numbers, dtype=np.float64, count=len(self.records))
 
-def columns(entries: list[Entry], most: int = MOST) -> Columns:
-    """Cut steps into windows of equal width, with a cut at every change of phase."""
-    width = max(1, -(-len(entries) // most))
+
+def downsample(records: Sequence[Timed], max_points: int = MAX_POINTS) -> Windows:
+    """Cut records into windows of equal width, and also where the phase changes."""
+    width = max(1, -(-len(records) // max_points))
     slices, start = [], 0
-    for i in range(1, len(entries) + 1):
-        ends = i == len(entries) or phase(entries[i]) != phase(entries[i - 1])
+    for i in range(1, len(records) + 1):
+        ends = i == len(records) or _phase(records[i]) != _phase(records[i - 1])
         if ends or i - start == width:
             slices.append(slice(start, i))
             start = i
-    steps = [int(entries[part.stop - 1].get("step", part.stop - 1)) for part in slices]
-    return Columns(steps, slices, entries)
+    return Windows([records[part.stop - 1].step for part in slices], slices, records)
 
 
-def phase(entry: Entry) -> str:
-    return str(entry.get("phase", ""))
-
-
-def number(entry: Entry, name: str) -> float:
-    """A field as a number; NaN where it is missing or null."""
-    value: Any = entry.get(name)
-    return float(value) if isinstance(value, int | float) else float("nan")
+def _phase(record: Timed) -> str:
+    return record.phase if isinstance(record, StepRecord) else ""

@@ -1,7 +1,7 @@
-"""One HTML file with everything in it: text, tables and figures that can be zoomed.
+"""One self-contained HTML file: text, tables and interactive figures.
 
-It needs no network and no server. The plotting library comes along compressed, which the browser
-unpacks, so a page is two megabytes and not five.
+It needs no network and no server. The plotting library is included in compressed form, which the
+browser unpacks, so a page has two megabytes instead of five.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 
 from oktopk.utils.files import write_whole
 
-PLACES = 5  # significant digits of a number in a figure
+SIGNIFICANT_DIGITS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Traces and layout as plotly.js takes them; colours and margins are the page's."""
+    """Traces and layout for plotly.js. The page sets colours and margins."""
 
     title: str
     traces: list[dict[str, Any]]
@@ -39,14 +39,14 @@ Block = Figure | str  # a string is HTML
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of a page; one without blocks is left out."""
+    """A part of a page. A section without blocks is left out."""
 
     title: str
     blocks: Sequence[Block]
 
 
 def write_page(path: Path, title: str, opening: str, sections: Iterable[Section]) -> None:
-    """Write a page beside its place and move it there whole. `opening` is HTML."""
+    """Write a page to a temporary file and rename it. `opening` is HTML."""
     write_whole(path, page(title, opening, sections))
 
 
@@ -67,7 +67,7 @@ def page(title: str, opening: str, sections: Iterable[Section]) -> str:
         "SCRIPT": _asset("page.js"),
         "PLOTLY": _plotly() if figures else "",
     }
-    # all at once: what is filled in may have such marks of its own
+    # in one pass, because inserted text may contain such marks
     return re.sub(r"@([A-Z]+)@", lambda mark: parts[mark[1]], _asset("page.html"))
 
 
@@ -85,7 +85,7 @@ def _section(section: Section, number: int, figures: list[Figure]) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]], note: str = "") -> str:
-    """A table; numbers stand to the right, and a wide one scrolls by itself."""
+    """An HTML table. Numbers are aligned right, and a wide table scrolls."""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     text = f"<p class=note>{escape(note)}</p>" if note else ""
@@ -107,7 +107,7 @@ def paragraph(text: str, kind: str = "") -> str:
 
 
 def tiles(values: Iterable[tuple[str, str, str]]) -> str:
-    """Large figures with a name and a remark each."""
+    """Large numbers, each with a name and a remark."""
     shown = (
         f"<div class=tile><b>{escape(value)}</b><span>{escape(name)}</span>"
         f"<small>{escape(remark)}</small></div>"
@@ -117,12 +117,15 @@ def tiles(values: Iterable[tuple[str, str, str]]) -> str:
 
 
 def rounded(values: Iterable[float | None]) -> list[float | None]:
-    """Few digits: nobody sees more in a plot, and the file stays small. JSON has no infinity."""
-    return [float(f"{v:.{PLACES}g}") if v is not None and isfinite(v) else None for v in values]
+    """Round for a figure, which keeps the file small. What is not finite becomes None."""
+    return [
+        float(f"{v:.{SIGNIFICANT_DIGITS}g}") if v is not None and isfinite(v) else None
+        for v in values
+    ]
 
 
 def _json(value: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """JSON that cannot close the script element that contains it."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

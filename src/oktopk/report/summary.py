@@ -1,89 +1,77 @@
-"""What became of a run, in a few sentences and large figures."""
+"""The summary at the top of a report: a few sentences and large numbers."""
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
-from typing import Any
 
 from oktopk.report.curves import phase_changes
 from oktopk.report.page import paragraph, tiles
-from oktopk.report.times import settled
-from oktopk.runlog.reader import PARTS, Record, has_checkpoint
+from oktopk.runlog.aggregates import steady_steps, totals_of_all_ranks, totals_of_rank_0
+from oktopk.runlog.reader import RunLog
+from oktopk.runlog.run_directory import has_checkpoint
+from oktopk.runlog.schema import STEP_PARTS, PhaseTotals, WarningRecord
 from oktopk.utils.units import clock, few, size
 
-MOST_SHOWN = 8  # step numbers, warnings
+MAX_SHOWN = 8
+"""Skipped steps and warnings that are listed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bytes:
-    """Bytes sent in a phase, and those of a dense run."""
-
-    sent: float
-    dense: float
-
-    def __str__(self) -> str:
-        if not self.sent:
-            return "nothing sent"
-        return f"{self.dense / self.sent:.1f}x fewer" if self.sent < self.dense else "as many"
-
-
-def verdict(record: Record) -> str:
-    """The opening of a report."""
-    parts = [paragraph(text, "verdict") for text in sentences(record)]
-    if record.steps:
-        parts.append(tiles(_tiles(record)))
-    parts += [paragraph(text, "bad") for text in troubles(record)]
+def summary(runlog: RunLog) -> str:
+    """The top of a report, as HTML."""
+    parts = [paragraph(text, "verdict") for text in sentences(runlog)]
+    if runlog.steps:
+        parts.append(tiles(_key_figures(runlog)))
+    parts += [paragraph(text, "bad") for text in problems(runlog)]
     return "\n".join(parts)
 
 
-def sentences(record: Record) -> list[str]:
-    """How it ended, whether it learned, and when it went sparse."""
-    return [text for text in (_ending(record), _learned(record), _phases(record)) if text]
+def sentences(runlog: RunLog) -> list[str]:
+    """How the run ended, whether it learned, and when it became sparse."""
+    return [text for text in (_ending(runlog), _learned(runlog), _phases(runlog)) if text]
 
 
-def troubles(record: Record) -> list[str]:
-    """What a reader must know before trusting the rest."""
-    found = list(record.problems)
-    skipped = [entry["step"] for entry in record.steps if entry.get("skipped")]
+def problems(runlog: RunLog) -> list[str]:
+    """Problems that a reader must know before trusting the rest."""
+    found = list(runlog.problems)
+    skipped = [step.step for step in runlog.steps if step.skipped]
     if skipped:
         what = "step was" if len(skipped) == 1 else "steps were"
         found.append(
             f"{len(skipped)} {what} skipped by all ranks because a gradient was not finite: "
-            f"{few(skipped, MOST_SHOWN)}."
+            f"{few(skipped, MAX_SHOWN)}."
         )
-    warned = _warned(record)
-    found += [f"Warning: {text}" for text in warned[:MOST_SHOWN]]
-    if len(warned) > MOST_SHOWN:
-        found.append(f"{len(warned) - MOST_SHOWN} more warnings are in metrics.jsonl.")
+    warnings = _warnings(runlog)
+    found += [f"Warning: {text}" for text in warnings[:MAX_SHOWN]]
+    if len(warnings) > MAX_SHOWN:
+        found.append(f"{len(warnings) - MAX_SHOWN} more warnings are in metrics.jsonl.")
     return found
 
 
-def _warned(record: Record) -> list[str]:
-    """Warnings, without those of steps that were skipped: these are counted by themselves."""
-    return [entry["text"] for entry in record.of("warning") if "NaN or Inf" not in entry["text"]]
+def _warnings(runlog: RunLog) -> list[str]:
+    """The warnings, except those about skipped steps, which are counted separately."""
+    return [w.text for w in runlog.of(WarningRecord) if "NaN or Inf" not in w.text]
 
 
-def _ending(record: Record) -> str:
-    end, total = record.end, record.opening.get("total_steps")
-    if not record.steps:
+def _ending(runlog: RunLog) -> str:
+    end, total = runlog.end, runlog.info.total_steps
+    if not runlog.steps:
         return "Nothing was recorded here: the run never finished a step."
-    done = record.steps[-1]["step"] + 1
+    done = runlog.steps[-1].step + 1
     of = f"step {done} of {total}" if total else f"step {done}"
     if end is None:
-        advice = " The same command with --resume goes on from its last checkpoint."
-        return f"The journal breaks off at {of}: the run is still going on, or it was killed." + (
-            advice if has_checkpoint(record.folder) else ""
+        advice = " The same command with --resume continues from its last checkpoint."
+        return f"The metrics end at {of}: the run is still running, or it was killed." + (
+            advice if has_checkpoint(runlog.directory) else ""
         )
-    if end["how"] == "finished":
-        took = f" in {clock(end['seconds'])}" if end.get("seconds") is not None else ""
+    if end.how == "finished":
+        took = f" in {clock(end.seconds)}" if end.seconds is not None else ""
         return f"The run finished: {done} steps{took}."
-    how = "was stopped" if end["how"] == "stopped" else "failed"
-    return f"The run {how} at {of}: {end.get('text') or 'no reason was recorded'}"
+    how = "was stopped" if end.how == "stopped" else "failed"
+    return f"The run {how} at {of}: {end.text or 'no reason was recorded'}"
 
 
-def _learned(record: Record) -> str:
-    rates = [(entry["epoch"], entry["wer"]) for entry in record.validated]
+def _learned(runlog: RunLog) -> str:
+    rates = [(epoch.epoch, epoch.wer) for epoch in runlog.epochs if epoch.wer is not None]
     if len(rates) > 1 and rates[-1][1] < rates[0][1]:
         (first, before), (last, after) = rates[0], rates[-1]
         best, lowest = min(rates, key=lambda pair: pair[1])
@@ -92,80 +80,74 @@ def _learned(record: Record) -> str:
             f"It learned: WER went from {before:.3f} after epoch {first} to {after:.3f} after "
             f"epoch {last}{better}."
         )
-    losses = [entry["loss"] for entry in record.steps if entry.get("loss") is not None]
+    losses = [step.loss for step in runlog.steps if step.loss is not None]
     if len(losses) < 2:
         return ""
     some = max(1, len(losses) // 10)
     before, after = sum(losses[:some]) / some, sum(losses[-some:]) / some
-    # a recogniser says nothing at first, while its loss falls already
+    # at first the model recognizes nothing, although its loss already falls
     known = f" WER has not fallen: {rates[-1][1]:.3f}." if rates else " It was not validated."
     return f"Training loss went from {before:.3g} to {after:.3g}.{known}"
 
 
-def _phases(record: Record) -> str:
-    changes = phase_changes(record)
+def _phases(runlog: RunLog) -> str:
+    changes = phase_changes(runlog)
     if not changes:
         return ""
     sparse = [start for phase, start, _ in changes if phase == "sparse"]
     if sparse:
-        return f"It went sparse at step {sparse[0]}." if sparse[0] else "It was sparse throughout."
-    settings = record.opening.get("settings") or {}
-    if settings.get("method", record.config.get("method")) == "dense":
-        return "The method was dense: nothing was to be saved."
-    warmup = settings.get("warmup_steps", record.config.get("warmup_steps"))
+        return f"It became sparse at step {sparse[0]}." if sparse[0] else "It was always sparse."
+    settings = runlog.info.settings or {}
+    if settings.get("method", runlog.config.get("method")) == "dense":
+        return "The method was dense, which saves no bytes."
+    warmup = settings.get("warmup_steps", runlog.config.get("warmup_steps"))
     until = f" (warmup_steps is {warmup})" if warmup is not None else ""
     return f"It never reached the sparse phase{until}, so no bytes were saved."
 
 
-def bytes_by_phase(record: Record) -> tuple[dict[str, Bytes], str]:
-    """Bytes by phase and in all; of all ranks when the run finished, else of rank 0."""
-    end = record.end or {}
-    totals: dict[str, dict[str, Any]] = end.get("totals") or {}
-    whose = "all ranks" if totals else "rank 0"
-    if not totals:
-        for entry in record.steps:
-            sums = totals.setdefault(entry["phase"], {"bytes_sent": 0, "bytes_dense": 0})
-            sums["bytes_sent"] += entry["bytes_sent"]
-            sums["bytes_dense"] += entry["bytes_dense"]
-    found = {name: Bytes(part["bytes_sent"], part["bytes_dense"]) for name, part in totals.items()}
-    parts = list(found.values())
-    found["whole"] = Bytes(sum(p.sent for p in parts), sum(p.dense for p in parts))
-    return found, whose
+def _ratio(sums: PhaseTotals) -> str:
+    """How many times fewer bytes were sent than dense training would send."""
+    sent, dense = sums.bytes_sent, sums.bytes_dense
+    if not sent:
+        return "nothing sent"
+    return f"{dense / sent:.1f}x fewer" if sent < dense else "as many"
 
 
-def _tiles(record: Record) -> list[tuple[str, str, str]]:
-    sent, whose = bytes_by_phase(record)
-    whole = sent["whole"]
-    validated = record.validated
+def _sizes(sums: PhaseTotals) -> str:
+    return f"{size(sums.bytes_sent)} instead of {size(sums.bytes_dense)}"
+
+
+def _key_figures(runlog: RunLog) -> list[tuple[str, str, str]]:
+    """Name, value and remark of the large numbers."""
+    of_all = totals_of_all_ranks(runlog)
+    totals, whose = (of_all, "all ranks") if of_all else (totals_of_rank_0(runlog), "rank 0")
+    whole, sparse = totals.whole, totals["sparse"]
     shown = []
-    if validated:
-        last = validated[-1]
-        shown.append(("word error rate", f"{last['wer']:.3f}", f"after epoch {last['epoch']}"))
-    if whole.dense:
-        remark = f"{size(whole.sent)} instead of {size(whole.dense)}, {whose}"
-        shown.append(("bytes, the whole run", str(whole), remark))
-        sparse = sent.get("sparse", Bytes(0, 0))
-        if sparse.dense:
-            remark = f"{size(sparse.sent)} instead of {size(sparse.dense)}"
-            shown.append(("bytes, the sparse phase", str(sparse), remark))
-    shown.append(_time(record))
-    skipped = sum(bool(entry.get("skipped")) for entry in record.steps)
+    if runlog.validated:
+        last = runlog.validated[-1]
+        shown.append(("word error rate", f"{last.wer:.3f}", f"after epoch {last.epoch}"))
+    if whole.bytes_dense:
+        shown.append(("bytes, the whole run", _ratio(whole), f"{_sizes(whole)}, {whose}"))
+        if sparse.bytes_dense:
+            shown.append(("bytes, the sparse phase", _ratio(sparse), _sizes(sparse)))
+    shown.append(_time(runlog))
+    skipped = totals_of_rank_0(runlog).whole.skipped
     shown.append(("steps skipped", str(skipped), "for a NaN or Inf"))
-    shown.append(("warnings", str(len(_warned(record))), "beside skipped steps"))
+    shown.append(("warnings", str(len(_warnings(runlog))), "except for skipped steps"))
     return shown
 
 
-def _time(record: Record) -> tuple[str, str, str]:
-    """A step's median time, and the parts that took most of it."""
-    entries = [entry for entry in settled(record) if entry.get("whole") is not None]
-    if not entries:
+def _time(runlog: RunLog) -> tuple[str, str, str]:
+    """The median time of a step, and the parts that take most of it."""
+    steps = [step for step in steady_steps(runlog) if step.whole is not None]
+    durations = [step.whole or 0.0 for step in steps]
+    if not steps:
         return ("a step", "-", "no times were recorded")
-    whole = sum(entry["whole"] for entry in entries) or 1.0
-    shares = {part: sum(e.get(part) or 0.0 for e in entries) / whole for part in PARTS}
+    whole = sum(durations) or 1.0
+    shares = {p: sum(getattr(step, p) or 0.0 for step in steps) / whole for p in STEP_PARTS}
     top = sorted(shares, key=lambda part: -shares[part])[:2]
-    waits = shares["exposed"]
     text = ", ".join(f"{part} {shares[part]:.0%}" for part in top)
     if "exposed" not in top:
-        text += f", waiting for the exchange {waits:.0%}"
-    median = statistics.median(entry["whole"] for entry in entries)
+        text += f", waiting for the exchange {shares['exposed']:.0%}"
+    median = statistics.median(durations)
     return ("a step of rank 0, median", f"{median * 1e3:.0f} ms", text)

@@ -1,4 +1,4 @@
-"""Figures of the parameters: which are kept, what is owed to them, how values spread."""
+"""Figures of the parameters: kept fractions, residuals, and histograms of magnitudes."""
 
 from __future__ import annotations
 
@@ -6,108 +6,113 @@ from itertools import pairwise
 from typing import Any
 
 from oktopk.report.curves import LOG
-from oktopk.report.histogram import edges
 from oktopk.report.page import Block, Figure, rounded
-from oktopk.runlog.reader import Entry, Record
+from oktopk.runlog.histogram import bin_edges
+from oktopk.runlog.reader import RunLog
+from oktopk.runlog.schema import Histogram, ProbeRecord, TensorsRecord
 
-MOST = 60  # tensors with a bar of their own
-BY_SIZE = {
+MAX_BARS = 60
+BY_MAGNITUDE = {
     "xaxis": LOG | {"title": {"text": "magnitude"}},
     "yaxis": {"title": {"text": "share of the nonzero entries"}, "tickformat": "~%"},
 }
 
 
-def tensors(record: Record) -> list[Block]:
-    """Kept fraction by tensor and by kind of layer, norms of residuals, ages."""
-    counted = [entry for entry in record.of("tensors") if sum(entry["kept"].values())]
-    sparse = [entry for entry in counted if _share(entry) < 1]
+def tensors(runlog: RunLog) -> list[Block]:
+    """Kept fraction by tensor and by kind of layer, norms and ages of residuals."""
+    counted = [record for record in runlog.of(TensorsRecord) if sum(record.kept.values())]
+    sparse = [record for record in counted if _kept_share(record) < 1]
     if not sparse:
         return []
     last = sparse[-1]
-    note = f"At step {last['step']}: nonzero entries of the result. Those at 100 % travel dense."
+    note = f"Nonzero entries of the result at step {last.step}. Tensors at 100 % are sent dense."
     blocks: list[Block] = [
-        _bars("Kept fraction by kind of layer", _by_kind(record, last), note, percent=True),
-        _bars("Kept fraction by tensor", _fractions(last), "", percent=True),
+        _bars("Kept fraction by kind of layer", _by_kind(runlog, last), note, percent=True),
+        _bars("Kept fraction by tensor", _kept_fractions(last), "", percent=True),
     ]
-    owed, applied = last.get("residual_norm") or {}, last.get("norm") or {}
-    norms = {name: owed[name] for name in last["kept"] if owed.get(name)}  # the others owe nothing
+    all_norms, applied = last.residual_norm or {}, last.norm or {}
+    norms = {name: norm for name in last.kept if (norm := all_norms.get(name))}
     if norms:
-        text = "Norm of what rank 0 still owes, over the norm of what was applied in that step."
-        shares = {n: norm / applied[n] for n, norm in norms.items() if applied.get(n)}
-        blocks.append(_bars("Residual norm by tensor", norms, "Norm of what rank 0 still owes."))
+        text = "Norm of the residual of rank 0, divided by the norm of the gradient of that step."
+        shares = {n: norm / size for n, norm in norms.items() if (size := applied.get(n))}
+        blocks.append(_bars("Residual norm by tensor", norms, "Norm of the residual of rank 0."))
         blocks.append(_bars("Residual over applied, by tensor", shares, text))
-    ages = [entry for entry in record.of("probe") if entry.get("ages")]
+    ages = [probe.ages for probe in runlog.of(ProbeRecord) if probe.ages]
     if ages:
         text = "Mean steps since an entry was last part of a result, at the last probe."
-        known = {name: age for name, age in ages[-1]["ages"].items() if age is not None}
+        known = {name: age for name, age in ages[-1].items() if age is not None}
         blocks.append(_bars("Age of residuals by tensor", known, text))
     return blocks
 
 
-def spreads(record: Record) -> list[Block]:
+def histograms(runlog: RunLog) -> list[Block]:
     """Gradients and residuals by magnitude, before and after the sparse phase began."""
-    entries = [entry for entry in record.of("tensors") if entry.get("spread")]
     blocks: list[Block] = []
     for name, what in {"gradient": "applied gradient", "residual": "residual of rank 0"}.items():
-        chosen = _around_activation([e for e in entries if name in e["spread"]], record)
-        if chosen:
-            found = {label: entry["spread"][name] for entry, label in chosen}
-            traces = [_spread(values, label) for label, values in found.items()]
+        found = _around_activation(runlog, name)
+        if found:
+            traces = [_trace(values, label) for label, values in found.items()]
             zeros = ", ".join(f"{label} {_zeros(values):.1%}" for label, values in found.items())
-            blocks.append(Figure(f"Magnitudes of the {what}", traces, f"Zero: {zeros}.", BY_SIZE))
+            blocks.append(
+                Figure(f"Magnitudes of the {what}", traces, f"Zero: {zeros}.", BY_MAGNITUDE)
+            )
     return blocks
 
 
-def _around_activation(entries: list[Entry], record: Record) -> list[tuple[Entry, str]]:
-    """The last before the sparse phase, the first of it, and the last of all."""
-    sparse = {entry["step"] for entry in record.steps if entry.get("phase") == "sparse"}
-    dense = [entry for entry in entries if entry["step"] not in sparse]
-    after = [entry for entry in entries if entry["step"] in sparse]
-    picked = {"dense": dense[-1:], "first sparse": after[:1], "last": after[1:][-1:]}
-    return [(e, f"{label}, step {e['step']}") for label, found in picked.items() for e in found]
-
-
-def _spread(found: dict[str, Any], name: str) -> dict[str, Any]:
-    counts, borders = found["counts"], edges(found["first"], len(found["counts"]))
-    whole = sum(counts) or 1
-    middles = [(a * b) ** 0.5 for a, b in pairwise(borders)]
-    share = rounded(count / whole for count in counts)
-    shape = {"shape": "hvh"}
-    return {"type": "scatter", "mode": "lines", "name": name, "line": shape} | {
-        "x": rounded(middles),
-        "y": share,
+def _around_activation(runlog: RunLog, name: str) -> dict[str, Histogram]:
+    """The last histogram of the dense phase, the first of the sparse phase, and the last of all."""
+    sparse = {step.step for step in runlog.steps if step.phase == "sparse"}
+    recorded = ((r.step, (r.spread or {}).get(name)) for r in runlog.of(TensorsRecord))
+    found = [(step, values) for step, values in recorded if values is not None]
+    before = [pair for pair in found if pair[0] not in sparse]
+    after = [pair for pair in found if pair[0] in sparse]
+    picked = {"dense": before[-1:], "first sparse": after[:1], "last": after[1:][-1:]}
+    return {
+        f"{label}, step {step}": values for label, pairs in picked.items() for step, values in pairs
     }
 
 
-def _zeros(found: dict[str, Any]) -> float:
-    return found["zeros"] / ((found["zeros"] + sum(found["counts"])) or 1)
+def _trace(values: Histogram, name: str) -> dict[str, Any]:
+    edges = bin_edges(values.first, len(values.counts))
+    whole = sum(values.counts) or 1
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "line": {"shape": "hvh"},
+        "x": rounded((a * b) ** 0.5 for a, b in pairwise(edges)),
+        "y": rounded(count / whole for count in values.counts),
+    }
 
 
-def _share(entry: Entry) -> float:
-    return sum(entry["kept"].values()) / (sum(entry["of"].values()) or 1)
+def _zeros(values: Histogram) -> float:
+    return values.zeros / ((values.zeros + sum(values.counts)) or 1)
 
 
-def _fractions(entry: Entry) -> dict[str, float]:
-    return {name: kept / (entry["of"].get(name) or 1) for name, kept in entry["kept"].items()}
+def _kept_share(record: TensorsRecord) -> float:
+    return sum(record.kept.values()) / (sum(record.of.values()) or 1)
 
 
-def _by_kind(record: Record, last: Entry) -> dict[str, float]:
-    known = record.opening.get("tensors") or {}
-    kinds = {name: facts["kind"] for name, facts in known.items()}
+def _kept_fractions(record: TensorsRecord) -> dict[str, float]:
+    return {name: kept / (record.of.get(name) or 1) for name, kept in record.kept.items()}
+
+
+def _by_kind(runlog: RunLog, last: TensorsRecord) -> dict[str, float]:
+    kinds = {name: info.kind for name, info in (runlog.info.tensors or {}).items()}
     kept: dict[str, int] = {}
     whole: dict[str, int] = {}
-    for name, num in last["kept"].items():
+    for name, num in last.kept.items():
         kind = kinds.get(name, "unknown")
         kept[kind] = kept.get(kind, 0) + num
-        whole[kind] = whole.get(kind, 0) + last["of"].get(name, 0)
+        whole[kind] = whole.get(kind, 0) + last.of.get(name, 0)
     return {kind: kept[kind] / (whole[kind] or 1) for kind in kept}
 
 
 def _bars(title: str, values: dict[str, float], note: str, percent: bool = False) -> Figure:
-    """Bars that lie, longest name first on top; of very many tensors the largest values."""
-    if len(values) > MOST:
-        values = dict(sorted(values.items(), key=lambda item: -item[1])[:MOST])
-        note = f"{note} The {MOST} largest.".strip()
+    """Horizontal bars with the first name on top. If there are too many, the largest are shown."""
+    if len(values) > MAX_BARS:
+        values = dict(sorted(values.items(), key=lambda item: -item[1])[:MAX_BARS])
+        note = f"{note} The {MAX_BARS} largest.".strip()
     names = list(values)[::-1]
     shown = rounded(values[name] for name in names)
     text = [f"{v:.2%}" if percent else f"{v:.3g}" for v in (values[name] for name in names)]

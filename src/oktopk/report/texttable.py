@@ -1,10 +1,10 @@
-"""A table of text, for a terminal and for Markdown at once."""
+"""A text table that is readable in a terminal and valid Markdown."""
 
 from __future__ import annotations
 
 
 def markdown(cells: list[list[str]]) -> str:
-    """Headings and rows, in columns of equal width; all but the first stand to the right."""
+    """Format headings and rows in aligned columns; all but the first are aligned right."""
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     head, *body = (_line(row, widths) for row in cells)
     rule = "|".join("-" * (width + 1) + ("-" if i == 0 else ":") for i, width in enumerate(widths))

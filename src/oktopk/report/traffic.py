@@ -1,4 +1,4 @@
-"""Figures of where the bytes went: by stage of the exchange, by message, and in all."""
+"""Figures of the bytes sent: by stage of the exchange, by message size, and in total."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import Any
 from zlib import crc32
 
 from oktopk.report.curves import line, over_steps, with_phases
-from oktopk.report.downsample import Columns, number
+from oktopk.report.downsample import Windows
 from oktopk.report.page import Figure, rounded
-from oktopk.runlog.reader import Entry, Record
+from oktopk.runlog.reader import RunLog
+from oktopk.runlog.schema import MessagesRecord, RunRecord, StepRecord
 
 
-def traffic(record: Record, steps: Columns) -> list[Figure]:
-    """Bytes of rank 0 by step and stage, message sizes, and the sum against dense."""
-    return [_by_stage(record, steps), _whole(record, steps), *_messages(record)]
+def traffic(runlog: RunLog, steps: Windows) -> list[Figure]:
+    """Bytes of rank 0 by step and stage, message sizes, and the total compared with dense."""
+    return [_by_stage(runlog, steps), _cumulative(runlog, steps), *_messages(runlog)]
 
 
-def _by_stage(record: Record, steps: Columns) -> Figure:
-    stages = sorted({stage for entry in record.steps for stage in entry.get("stages") or {}})
+def _by_stage(runlog: RunLog, steps: Windows) -> Figure:
+    stages = sorted({stage for step in runlog.steps for stage in step.stages or {}})
     traces = [
         {"type": "bar", "name": stage, "x": steps.steps, "marker": _colour(stage)}
-        | {"y": rounded(steps.means(_sent(entry, stage) for entry in record.steps))}
+        | {"y": rounded(steps.mean_of(_sent(step, stage) for step in runlog.steps))}
         for stage in stages
     ]
     dense = line("a dense allreduce", steps.steps, steps.mean("bytes_dense"), line={"dash": "dot"})
@@ -30,10 +31,10 @@ def _by_stage(record: Record, steps: Columns) -> Figure:
     layout["yaxis"] |= {"exponentformat": "SI"}
     note = "Sent by rank 0, headers included. Double-click a name to see one stage alone."
     title = "Bytes of each step, by stage of the exchange"
-    return Figure(title, [*traces, dense], note, with_phases(layout, record))
+    return Figure(title, [*traces, dense], note, with_phases(layout, runlog))
 
 
-# a stage has the same colour in every figure
+# by stage, so that it has the same colour in every figure
 COLOURS = {
     "dense": "#2a9d6f",
     "split": "#3b82d6",
@@ -45,36 +46,33 @@ COLOURS = {
     "broadcast": "#6f8f3f",
     "balance": "#d6554c",
 }
-# for stages that are not among them
+# for other stages
 OTHER_COLOURS = ("#9aa4b0", "#7a5c46", "#5b6fa8", "#c9a9d6", "#2f6f73", "#d9b44a")
 
 
 def _colour(stage: str) -> dict[str, str]:
-    """By its name, so that it is the same in every figure and every report."""
+    """The colour of a stage. A hash of the name chooses it for stages without one of their own."""
     return {
         "color": COLOURS.get(stage) or OTHER_COLOURS[crc32(stage.encode()) % len(OTHER_COLOURS)]
     }
 
 
-def _sent(entry: Entry, stage: str) -> float:
-    found = (entry.get("stages") or {}).get(stage) or {}
-    return float((found.get("payload_sent") or 0) + (found.get("header_sent") or 0))
+def _sent(step: StepRecord, stage: str) -> float:
+    traffic = (step.stages or {}).get(stage)
+    return float(traffic.sent) if traffic else 0.0
 
 
-def _whole(record: Record, steps: Columns) -> Figure:
-    sums = {
-        name: steps.total(number(entry, field) for entry in record.steps)
-        for name, field in {"sent": "bytes_sent", "a dense run": "bytes_dense"}.items()
-    }
-    traces = [line(name, steps.steps, list(values)) for name, values in sums.items()]
+def _cumulative(runlog: RunLog, steps: Windows) -> Figure:
+    fields = {"sent": "bytes_sent", "a dense run": "bytes_dense"}
+    traces = [line(name, steps.steps, [*steps.cumulative(field)]) for name, field in fields.items()]
     layout = over_steps("bytes")
     layout["yaxis"] |= {"exponentformat": "SI"}
-    return Figure("Bytes since the beginning", traces, "Of rank 0.", with_phases(layout, record))
+    return Figure("Bytes since the beginning", traces, "Of rank 0.", with_phases(layout, runlog))
 
 
-def _messages(record: Record) -> list[Figure]:
-    counts = {stage: sizes for stage, sizes in message_counts(record).items() if sizes}
-    if not counts:  # alone, a rank sends none
+def _messages(runlog: RunLog) -> list[Figure]:
+    counts = {stage: sizes for stage, sizes in message_counts(runlog).items() if sizes}
+    if not counts:  # a single rank sends none
         return []
     bits = sorted({length for sizes in counts.values() for length in sizes})
     names = [f"up to {_binary(2**length)}" for length in range(bits[0], bits[-1] + 1)]
@@ -96,13 +94,15 @@ def _binary(num_bytes: int) -> str:
     return f"{num_bytes} GiB"
 
 
-def message_counts(record: Record) -> dict[str, Counter[int]]:
-    """Messages by stage and bit length: the last count of every part of a run that was resumed."""
-    began = [entry["step"] for entry in record.of("run")]
-    last = {bisect(began, entry["step"]): entry for entry in record.of("messages")}
+def message_counts(runlog: RunLog) -> dict[str, Counter[int]]:
+    """Number of messages by stage and by the bit length of their size.
+
+    Counts start over when a run is resumed, so the last count before each resume is added up.
+    """
+    began = [run.step for run in runlog.of(RunRecord)]
+    last = {bisect(began, record.step): record for record in runlog.of(MessagesRecord)}
     counts: dict[str, Counter[int]] = {}
-    for entry in last.values():
-        for stage, sizes in entry["sent"].items():
-            found = {int(length): int(count) for length, count in sizes.items()}
-            counts.setdefault(stage, Counter()).update(found)
+    for record in last.values():
+        for stage, sizes in record.sent.items():
+            counts.setdefault(stage, Counter()).update(sizes)
     return counts

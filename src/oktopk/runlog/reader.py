@@ -1,4 +1,4 @@
-"""`Record`: all that a run's folder tells, whatever became of the run."""
+"""`RunLog`: everything that is recorded in a run directory, however the run ended."""
 
 from __future__ import annotations
 
@@ -6,145 +6,146 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar, cast
 
 import msgspec
 
-from oktopk.runlog.schema import KINDS, Config
-from oktopk.utils.files import (
-    FileError,
-    checked,
-    parse_toml,
-    read_text,
+from oktopk.runlog.run_directory import CONFIG_FILE, METRICS_FILE
+from oktopk.runlog.schema import (
+    RECORD_TYPES,
+    EndRecord,
+    EpochRecord,
+    KnownConfig,
+    Record,
+    RunRecord,
+    StepRecord,
+    UnknownRecord,
 )
+from oktopk.utils.files import FileError, checked, parse_toml, read_text
 from oktopk.utils.units import few
 
-JOURNAL = "metrics.jsonl"
-SETTINGS = "config.toml"
-CHECKPOINTS = "checkpoints"
-LONGEST_LINE = 64 * 2**20
-"""Bytes of a line: one that never ends must not fill the memory."""
-MOST_PROBLEMS = 5  # named one by one
+MAX_LINE_BYTES = 64 * 2**20
+"""A longer line is read in pieces, so that one without end does not fill the memory."""
+MAX_LISTED = 5
+"""Damaged lines that are listed by number."""
 
-PARTS: tuple[str, ...] = ("data", "forward", "backward", "exposed", "optimizer")
-"""Seconds of a step that follow one another; `exposed` is what was waited for the exchange."""
-
-OVERLAPPED: tuple[str, ...] = ("select", "exchange", "scatter")
-"""Seconds of the exchange's own moves, while backward goes on."""
-
-TIMES = (*PARTS, *OVERLAPPED, "whole")
-
-Entry = dict[str, Any]
+R = TypeVar("R", bound=Record)
 
 
 @dataclass(slots=True)
-class Record:
-    """A run's journal by kind, in order; lists are empty where nothing was written."""
+class RunLog:
+    """The records of a run by type, each in the order in which they were written."""
 
-    folder: Path
-    config: Entry = field(default_factory=dict)
-    entries: dict[str, list[Entry]] = field(default_factory=dict)
+    directory: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    """The settings in `config.toml`; empty when there are none, as with other programs."""
+
+    records: dict[type, list[Record]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    """What could not be read, for people."""
+    """Sentences about what could not be read."""
 
-    def of(self, kind: str) -> list[Entry]:
-        return self.entries.get(kind, [])
+    def add(self, *records: Record) -> None:
+        for record in records:
+            self.records.setdefault(type(record), []).append(record)
 
-    @property
-    def steps(self) -> list[Entry]:
-        return self.of("step")
-
-    @property
-    def epochs(self) -> list[Entry]:
-        return self.of("epoch")
+    def of(self, kind: type[R]) -> list[R]:
+        """All records of one type; empty when there are none."""
+        return cast("list[R]", self.records.get(kind, []))
 
     @property
-    def validated(self) -> list[Entry]:
+    def steps(self) -> list[StepRecord]:
+        return self.of(StepRecord)
+
+    @property
+    def epochs(self) -> list[EpochRecord]:
+        return self.of(EpochRecord)
+
+    @property
+    def validated(self) -> list[EpochRecord]:
         """The epochs that have error rates."""
-        return [entry for entry in self.epochs if entry.get("wer") is not None]
+        return [epoch for epoch in self.epochs if epoch.wer is not None]
 
     @property
-    def opening(self) -> Entry:
-        """What was known when the run began or was last resumed; empty when it never began."""
-        return self.of("run")[-1] if self.of("run") else {}
+    def info(self) -> RunRecord:
+        """What was known when the run began or was last resumed; without values if it never did."""
+        runs = self.of(RunRecord)
+        return runs[-1] if runs else RunRecord(step=0)
 
     @property
-    def end(self) -> Entry | None:
-        """How the run ended; None while it goes on, or when it was killed."""
-        return self.of("end")[-1] if self.of("end") else None
+    def end(self) -> EndRecord | None:
+        """How the run ended; None while it is running, or when it was killed."""
+        ends = self.of(EndRecord)
+        return ends[-1] if ends else None
 
     @property
     def finished(self) -> bool:
-        return self.end is not None and self.end["how"] == "finished"
+        return self.end is not None and self.end.how == "finished"
 
 
-def has_checkpoint(folder: Path) -> bool:
-    """Whether there is something to resume in a run's folder."""
-    return any(folder.glob(f"{CHECKPOINTS}/step-*/complete.json"))
-
-
-def read(folder: Path) -> Record:
-    """Read a run's folder. What is missing or damaged becomes a problem, not an error."""
-    record = Record(folder)
-    settings, journal = folder / SETTINGS, folder / JOURNAL
-    if settings.exists():  # a journal of another program has none
+def read_runlog(directory: Path) -> RunLog:
+    """Read a run directory. What is missing or damaged is listed in `problems`."""
+    runlog = RunLog(directory)
+    config, metrics = directory / CONFIG_FILE, directory / METRICS_FILE
+    if config.exists():
         try:
-            found = parse_toml(read_text(settings), SETTINGS)
-            checked(found, Config, SETTINGS)
-            record.config = found
+            values = parse_toml(read_text(config), CONFIG_FILE)
+            checked(values, KnownConfig, CONFIG_FILE)
+            runlog.config = values
         except FileError as error:
-            record.problems.append(f"{SETTINGS} could not be read: {error}")
+            runlog.problems.append(f"{CONFIG_FILE} could not be read: {error}")
     try:
-        with journal.open("rb") as file:
-            _read_lines(record, _lines(file))
+        with metrics.open("rb") as file:
+            _add_lines(runlog, _lines(file))
     except FileNotFoundError:
-        record.problems.append(f"There is no {JOURNAL} in {folder}.")
+        runlog.problems.append(f"There is no {METRICS_FILE} in {directory}.")
     except OSError as error:
-        record.problems.append(f"{JOURNAL} could not be read: {error}")
-    return record
+        runlog.problems.append(f"{METRICS_FILE} could not be read: {error}")
+    return runlog
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    while line := file.readline(LONGEST_LINE):
+    while line := file.readline(MAX_LINE_BYTES):
         yield line
 
 
-def _read_lines(record: Record, lines: Iterable[bytes]) -> None:
+def _add_lines(runlog: RunLog, lines: Iterable[bytes]) -> None:
     damaged = []
     for number, line in enumerate(lines, 1):
-        entry = parse(line)
-        if entry is None:
+        record = parse(line)
+        if record is None:
             damaged.append(number)
-        else:
-            record.entries.setdefault(entry["kind"], []).append(entry)
+        elif not isinstance(record, UnknownRecord):
+            runlog.add(record)
     if damaged:
-        lines_are, were = ("line", "was") if len(damaged) == 1 else ("lines", "were")
-        text = f"{lines_are} {few(damaged, MOST_PROBLEMS)}"
-        record.problems.append(f"{JOURNAL}: {text} could not be read and {were} passed over")
+        noun, verb = ("line", "was") if len(damaged) == 1 else ("lines", "were")
+        numbers = few(damaged, MAX_LISTED)
+        runlog.problems.append(
+            f"{METRICS_FILE}: {noun} {numbers} could not be read and {verb} skipped"
+        )
 
 
-def parse(line: bytes) -> Entry | None:
-    """One line of a journal; None when it was cut off by a kill, or is of another kind of file.
+def parse(line: bytes) -> Record | UnknownRecord | None:
+    """The record in one line; None when it is damaged, or was cut off when the run was killed.
 
-    NaN and Infinity, which other writers of JSON know, are read as null.
+    NaN and Infinity, which some programs write though JSON does not have them, are read as null.
     """
     try:
-        entry = _decoded(line)
+        value = _decode(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
+    kind = value.get("kind") if isinstance(value, dict) else None
+    if not isinstance(kind, str):
         return None
-    if entry["kind"] not in KINDS:
-        return entry
+    if kind not in RECORD_TYPES:
+        return UnknownRecord(kind)
     try:
-        # keys of JSON objects are text, also those that stand for numbers
-        msgspec.convert(entry, KINDS[entry["kind"]], str_keys=True)
+        # JSON's keys are text, also those that stand for numbers
+        return msgspec.convert(value, RECORD_TYPES[kind], str_keys=True)
     except ValueError:
         return None
-    return entry  # with the fields that the schema does not know
 
 
-def _decoded(line: bytes) -> Any:
+def _decode(line: bytes) -> Any:
     if b"NaN" in line or b"Infinity" in line:
         line = json.dumps(json.loads(line, parse_constant=lambda _: None)).encode()
     return msgspec.json.decode(line)

@@ -1,4 +1,8 @@
-"""The folder of a run: found again to resume, never written over, by one run at a time."""
+"""The directory of a run: NAME, NAME-2, NAME-3, ... in the folder of all runs.
+
+A new run gets a new directory, a resumed run finds its own, and a lock keeps a second process from
+writing to it.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +13,31 @@ from tempfile import TemporaryDirectory
 from typing import IO
 
 from oktopk.errors import RunError
-from oktopk.runlog.reader import has_checkpoint
+
+METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "config.toml"
+CHECKPOINT_FOLDER = "checkpoints"
 
 
-def numbered(runs: Path, name: str, number: int) -> Path:
-    """NAME, NAME-2, NAME-3, ..."""
+def has_checkpoint(directory: Path) -> bool:
+    """Whether a run can be resumed from a checkpoint."""
+    return any(directory.glob(f"{CHECKPOINT_FOLDER}/step-*/complete.json"))
+
+
+def run_directory(runs: Path, name: str, number: int) -> Path:
+    """The directory with that number; the first one has no number in its name."""
     return runs / (name if number <= 1 else f"{name}-{number}")
 
 
-def newest(runs: Path, name: str) -> int:
-    """The highest number of a folder of that name; 0 when there is none."""
+def latest_number(runs: Path, name: str) -> int:
+    """The highest number of a directory with that name; 0 when there is none."""
     return max(_numbers(runs, name), default=0)
 
 
-def resumable(runs: Path, name: str) -> int:
-    """The highest number of a folder with a checkpoint; 0 when there is none."""
+def latest_resumable(runs: Path, name: str) -> int:
+    """The highest number of a directory that has a checkpoint; 0 when there is none."""
     numbers = _numbers(runs, name)
-    return max((n for n in numbers if has_checkpoint(numbered(runs, name, n))), default=0)
+    return max((n for n in numbers if has_checkpoint(run_directory(runs, name, n))), default=0)
 
 
 def _numbers(runs: Path, name: str) -> list[int]:
@@ -37,17 +49,17 @@ def _numbers(runs: Path, name: str) -> list[int]:
     return found
 
 
-def make(runs: Path, name: str, resume: bool) -> int:
-    """Make the folder and return its number.
+def create_run_directory(runs: Path, name: str, resume: bool) -> int:
+    """Create the directory of a run and return its number.
 
-    To resume, it is the newest that has a checkpoint, else the newest; a new run has one that was
-    not there.
+    To resume, it is the latest directory that has a checkpoint, or else the latest. A new run gets
+    a directory that did not exist.
     """
-    last = newest(runs, name)
-    number = max(1, (resumable(runs, name) or last) if resume else last + 1)
+    last = latest_number(runs, name)
+    number = max(1, (latest_resumable(runs, name) or last) if resume else last + 1)
     while True:
         try:
-            numbered(runs, name, number).mkdir(parents=True, exist_ok=resume)
+            run_directory(runs, name, number).mkdir(parents=True, exist_ok=resume)
         except FileExistsError:  # another run was faster
             number += 1
         else:
@@ -55,7 +67,7 @@ def make(runs: Path, name: str, resume: bool) -> int:
 
 
 def check_writable(runs: Path) -> None:
-    """Refuse a place in which no folder can be made, without leaving one there."""
+    """Raise if no directory can be created in `runs`. Nothing is left behind."""
     place = next(path for path in (runs, *runs.parents) if path.exists())
     try:
         TemporaryDirectory(dir=place).cleanup()
@@ -65,12 +77,12 @@ def check_writable(runs: Path) -> None:
         ) from error
 
 
-def lock(folder: Path) -> IO[str]:
-    """Keep others from writing to the folder as long as the file is open."""
-    file = (folder / ".lock").open("w")
+def lock(directory: Path) -> IO[str]:
+    """Keep other processes from writing to the directory for as long as the file is open."""
+    file = (directory / ".lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
-        raise RunError(f"another run is writing to {folder}: wait for it or end it") from error
+        raise RunError(f"another run is writing to {directory}: wait for it or end it") from error
     return file

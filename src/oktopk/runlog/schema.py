@@ -1,180 +1,311 @@
-"""The objects of a journal, by `kind`: which fields they have, of which types.
+"""The records of `metrics.jsonl`: one type for each `kind`, with the fields in written order.
 
-Fields that are not here are passed on as they are. A journal of somebody else's training has the
-required ones and whichever others it likes. Numbers may be null where a NaN was: JSON has none.
+Other programs may write the file too. They need the fields that have no default here; a field that
+this module does not know is ignored. A number is None where it was NaN, which JSON does not have.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Required, TypedDict
+from dataclasses import asdict
+from typing import Annotated, Any, TypedDict
 
+import msgspec
 from msgspec import Meta
 
-from oktopk.stats import Phase
+from oktopk.stats import Phase, StepStats
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Number = Annotated[float, Meta(ge=-1e100, le=1e100)] | None
 Seconds = Annotated[float, Meta(ge=0, le=1e12)] | None
 Text = Annotated[str, Meta(max_length=100_000)]
 
+STEP_PARTS: tuple[str, ...] = ("data", "forward", "backward", "exposed", "optimizer")
+"""Parts of a step that follow one another. `exposed` is the time spent waiting for the exchange."""
 
-class Traffic(TypedDict, total=False):
-    payload_sent: Count | None
-    header_sent: Count | None
+OVERLAPPED_PARTS: tuple[str, ...] = ("select", "exchange", "scatter")
+"""Parts of the exchange, which overlap with the backward pass."""
 
-
-class Step(TypedDict, total=False):
-    step: Required[Count]
-    phase: Required[Phase]
-    bytes_sent: Required[Count]
-    bytes_dense: Required[Count]
-    epoch: Count | None
-    loss: Number
-    lr: Number
-    numel: Count | None
-    k: Number
-    local: Number
-    result: Number
-    local_threshold: Number
-    global_threshold: Number
-    compression_ratio: Number
-    skipped: bool | None
-    stages: dict[str, Traffic] | None
-    data: Seconds
-    forward: Seconds
-    backward: Seconds
-    exposed: Seconds
-    optimizer: Seconds
-    select: Seconds
-    exchange: Seconds
-    scatter: Seconds
-    whole: Seconds
+TIMED_PARTS: tuple[str, ...] = (*STEP_PARTS, *OVERLAPPED_PARTS, "whole")
+"""All fields of a step that are seconds; `whole` is the duration of the step."""
 
 
-class Sample(TypedDict):
+class StageTraffic(msgspec.Struct, frozen=True):
+    """What rank 0 sent and received in one stage of the exchange."""
+
+    payload_sent: Count | None = None
+    header_sent: Count | None = None
+    messages_sent: Count | None = None
+    payload_received: Count | None = None
+    header_received: Count | None = None
+    messages_received: Count | None = None
+
+    @property
+    def sent(self) -> int:
+        """Bytes sent, headers included."""
+        return (self.payload_sent or 0) + (self.header_sent or 0)
+
+
+class StepRecord(msgspec.Struct, kw_only=True, tag_field="kind", tag="step"):
+    """One finished step. `loss` is the mean over ranks; everything else is measured on rank 0."""
+
+    epoch: Count | None = None
+    loss: Number = None
+    lr: Number = None
+    step: Count
+    phase: Phase
+    numel: Count | None = None
+    k: Number = None
+    local: Number = None
+    result: Number = None
+    local_threshold: Number = None
+    global_threshold: Number = None
+    imbalance: Number = None
+    bytes_sent: Count
+    bytes_header: Count | None = None
+    bytes_received: Count | None = None
+    bytes_dense: Count
+    entries_sent: Count | None = None
+    messages: Count | None = None
+    skipped: bool | None = None
+    select: Seconds = None
+    exchange: Seconds = None
+    scatter: Seconds = None
+    exposed: Seconds = None
+    stages: dict[str, StageTraffic] | None = None
+    sparsity: Number = None
+    compression_ratio: Number = None
+    data: Seconds = None
+    forward: Seconds = None
+    backward: Seconds = None
+    optimizer: Seconds = None
+    whole: Seconds = None
+
+
+def step_record(
+    stats: StepStats, *, epoch: int, loss: float, lr: float, seconds: dict[str, float]
+) -> StepRecord:
+    """The record of a step: what the exchange counted, and the seconds of the other parts."""
+    stages = {name: StageTraffic(**asdict(traffic)) for name, traffic in stats.stages.items()}
+    fields: dict[str, Any] = stats.as_dict() | {"stages": stages} | seconds
+    return StepRecord(epoch=epoch, loss=loss, lr=lr, **fields)
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """An utterance of the test set: its transcript, and what the model recognized."""
+
     said: Text
     heard: Text
 
 
-class Epoch(TypedDict, total=False):
-    step: Required[Count]
-    epoch: Required[Count]
-    train_loss: Number
-    val_loss: Number
-    wer: Number
-    cer: Number
-    samples: list[Sample] | None
+class RankMemory(msgspec.Struct, frozen=True):
+    """Bytes of memory that one rank uses, or used at its peak."""
+
+    rss: Count | None = None
+    rss_peak: Count | None = None
+    gpu_allocated: Count | None = None
+    gpu_allocated_peak: Count | None = None
+    gpu_reserved: Count | None = None
 
 
-class TensorFacts(TypedDict):
+class EpochRecord(msgspec.Struct, kw_only=True, tag_field="kind", tag="epoch"):
+    """One finished epoch. The fields from `val_loss` to `samples` are None without validation."""
+
+    epoch: Count
+    step: Count
+    """The last finished step."""
+
+    train_loss: Number = None
+    seconds: dict[str, Seconds] | None = None
+    """Mean seconds of each part of a step."""
+
+    complete: bool | None = None
+    val_loss: Number = None
+    wer: Number = None
+    cer: Number = None
+    mean_utterance_wer: Number = None
+    pseudo_accuracy: Number = None
+    utterances: Count | None = None
+    samples: list[Sample] | None = None
+    memory: list[RankMemory] | None = None
+
+
+class TensorInfo(msgspec.Struct, frozen=True):
+    """Size of a parameter, and its kind: the class of its layer and its name there."""
+
     numel: Count
     kind: Text
 
 
-class Settings(TypedDict, total=False):
+class KnownSettings(TypedDict, total=False):
+    """The exchange settings that reports look at; the others are shown as they are."""
+
     method: Text | None
     density: Number
     warmup_steps: Count | None
 
 
-class Machine(TypedDict, total=False):
+class KnownMachine(TypedDict, total=False):
+    """The facts about a machine that reports look at; the others are shown as they are."""
+
     memory: Count | None
 
 
-class Opening(TypedDict, total=False):
-    step: Required[Count]
-    time: Text | None
-    size: Annotated[int, Meta(ge=1, le=10**6)] | None
-    total_steps: Count | None
-    settings: Settings | None
-    changed: dict[str, list[Any]] | None
-    tensors: dict[str, TensorFacts] | None
-    versions: dict[str, Any] | None
-    machine: Machine | None
+class RunRecord(msgspec.Struct, kw_only=True, tag_field="kind", tag="run"):
+    """What is known when a run begins, and again each time that it is resumed."""
+
+    time: Text | None = None
+    step: Count
+    """Steps that were finished before."""
+
+    size: Annotated[int, Meta(ge=1, le=10**6)] | None = None
+    """The world size."""
+
+    total_steps: Count | None = None
+    steps_per_epoch: Count | None = None
+    settings: dict[str, Any] | None = None
+    """Settings of the exchange."""
+
+    changed: dict[str, list[Any]] | None = None
+    """Settings that were changed on resume: the old and the new value."""
+
+    utterances: dict[str, Any] | None = None
+    tensors: dict[str, TensorInfo] | None = None
+    versions: dict[str, Any] | None = None
+    machine: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        msgspec.convert(self.settings or {}, KnownSettings)
+        msgspec.convert(self.machine or {}, KnownMachine)
 
 
-class Sums(TypedDict, total=False):
-    steps: Required[Count]
-    bytes_sent: Required[Count]
-    bytes_dense: Required[Count]
-    microseconds: Required[Count]
+class PhaseTotals(msgspec.Struct):
+    """Sums over the steps of one phase."""
+
+    steps: Count = 0
+    skipped: Count = 0
+    bytes_sent: Count = 0
+    bytes_dense: Count = 0
+    """Bytes that a dense allreduce would have sent."""
+
+    result: Count = 0
+    """Entries of the results, out of `numel`."""
+
+    numel: Count = 0
+    microseconds: Count = 0
 
 
-class End(TypedDict, total=False):
-    how: Required[Text]
-    text: Text | None
-    seconds: Seconds
-    totals: dict[Phase, Sums] | None
+class EndRecord(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind", tag="end"):
+    """How a run ended: `finished`, `stopped` or `failed`. Only a finished one has totals."""
+
+    how: Text
+    text: Text | None = None
+    seconds: Seconds = None
+    totals: dict[Phase, PhaseTotals] | None = None
+    """Sums by phase over all ranks."""
 
 
-class Warned(TypedDict, total=False):
-    text: Required[Text]
+class WarningRecord(msgspec.Struct, kw_only=True, tag_field="kind", tag="warning"):
+    """A warning that was logged up to this step."""
+
+    step: Count | None = None
+    text: Text
 
 
-class Probe(TypedDict, total=False):
-    step: Required[Count]
-    recall: Number
-    energy: Number
-    best_energy: Number
-    xi: Number
-    age_mean: Number
-    age_90: Number
-    age_most: Number
-    ages: dict[str, Number] | None
+class ProbeRecord(msgspec.Struct, kw_only=True, tag_field="kind", tag="probe"):
+    """How good the selection of a step was, compared with the exact top k of the dense sum."""
+
+    step: Count
+    seconds: Seconds = None
+    recall: Number = None
+    energy: Number = None
+    best_energy: Number = None
+    xi: Number = None
+    age_mean: Number = None
+    age_90: Number = None
+    age_most: Number = None
+    ages: dict[str, Number] | None = None
 
 
-class Spread(TypedDict):
+class Histogram(msgspec.Struct, frozen=True):
+    """Counts of magnitudes in bins of equal ratio; see `runlog.histogram`."""
+
     zeros: Count
     first: Annotated[int, Meta(ge=0, le=1000)]
+    """Index of the first bin that is not empty."""
+
     counts: Annotated[list[Count], Meta(max_length=1000)]
 
 
-class Tensors(TypedDict, total=False):
-    step: Required[Count]
-    kept: Required[dict[str, Count]]
-    of: Required[dict[str, Count]]
-    norm: dict[str, Number] | None
-    residual_norm: dict[str, Number] | None
-    spread: dict[str, Spread] | None
+class TensorsRecord(msgspec.Struct, kw_only=True, tag_field="kind", tag="tensors"):
+    """Gradients and residuals of rank 0 after a step, by parameter."""
+
+    step: Count
+    kept: dict[str, Count]
+    """Nonzero entries of the exchanged gradient, out of those in `of`."""
+
+    of: dict[str, Count]
+    spread: dict[str, Histogram] | None = None
+    norm: dict[str, Number] | None = None
+    residual_norm: dict[str, Number] | None = None
 
 
-class Messages(TypedDict, total=False):
-    step: Required[Count]
-    sent: Required[dict[str, dict[Annotated[int, Meta(ge=0, le=64)], Count]]]
+class MessagesRecord(msgspec.Struct, kw_only=True, tag_field="kind", tag="messages"):
+    """Messages of rank 0 since it started, by stage and by the bit length of their size."""
+
+    step: Count
+    sent: dict[str, dict[Annotated[int, Meta(ge=0, le=64)], Count]]
 
 
-class Ranks(TypedDict, total=False):
-    step: Required[Count]
-    steps: Required[Count]
-    seconds: Required[list[dict[str, Seconds]]]
+class RanksRecord(msgspec.Struct, kw_only=True, tag_field="kind", tag="ranks"):
+    """Mean seconds of each part of the last `steps` steps, by rank."""
+
+    steps: Count
+    seconds: list[dict[str, Seconds]]
+    step: Count
 
 
-class RankMemory(TypedDict, total=False):
-    rss: Count | None
-    rss_peak: Count | None
-    gpu_allocated_peak: Count | None
+class MemoryRecord(msgspec.Struct, kw_only=True, tag_field="kind", tag="memory"):
+    """The memory of every rank."""
+
+    ranks: list[RankMemory]
+    step: Count | None = None
 
 
-class Memory(TypedDict, total=False):
-    ranks: Required[list[RankMemory]]
+class UnknownRecord(msgspec.Struct, frozen=True):
+    """A record of a kind that another version or another program writes."""
+
+    kind: str
 
 
-KINDS: dict[str, Any] = {
-    "step": Step,
-    "epoch": Epoch,
-    "run": Opening,
-    "end": End,
-    "warning": Warned,
-    "probe": Probe,
-    "tensors": Tensors,
-    "messages": Messages,
-    "ranks": Ranks,
-    "memory": Memory,
+Record = (
+    StepRecord
+    | EpochRecord
+    | RunRecord
+    | EndRecord
+    | WarningRecord
+    | ProbeRecord
+    | TensorsRecord
+    | MessagesRecord
+    | RanksRecord
+    | MemoryRecord
+)
+
+RECORD_TYPES: dict[str, type[Record]] = {
+    "step": StepRecord,
+    "epoch": EpochRecord,
+    "run": RunRecord,
+    "end": EndRecord,
+    "warning": WarningRecord,
+    "probe": ProbeRecord,
+    "tensors": TensorsRecord,
+    "messages": MessagesRecord,
+    "ranks": RanksRecord,
+    "memory": MemoryRecord,
 }
 
 
-class Config(TypedDict, total=False):
-    """The settings of a run that reports look at; others are shown as they are."""
+class KnownConfig(TypedDict, total=False):
+    """The settings in `config.toml` that reports look at; the others are shown as they are."""
 
     method: Text
     density: Annotated[float, Meta(ge=0, le=1e100)]

@@ -1,46 +1,49 @@
-"""`Follower`: what is new in a journal that somebody else writes."""
+"""`RunLogTail`: records that another process appended to `metrics.jsonl` since the last look."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import IO
 
-from oktopk.runlog.reader import Entry, parse
+from oktopk.runlog.reader import parse
+from oktopk.runlog.schema import Record, UnknownRecord
 
-REMEMBERED = 512
-"""Bytes before the place reached. A resumed run writes anew what follows its checkpoint: that may
-be longer than what was there, but it has other clocks in it."""
+REMEMBERED_BYTES = 512
+"""Bytes before the reading position, by which a file that was rewritten is told from one that grew.
+
+A resumed run rewrites what follows its checkpoint. The new text may be longer than the old, but
+the times in it differ."""
 
 
-class Follower:
-    """Reads a journal as it grows; only what is new is read."""
+class RunLogTail:
+    """Reads `metrics.jsonl` as it grows, each line once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._place = 0
+        self._position = 0
         self._before = b""
 
-    def read(self) -> tuple[bool, list[Entry]]:
-        """Whether the journal was written anew, so that all of it comes again, and new entries.
+    def read(self) -> tuple[bool, list[Record]]:
+        """Whether the file was rewritten, so that its records start over, and the new records.
 
-        A line that is not finished waits for the next look. A damaged one is passed over.
+        An unfinished line is left for the next call. A damaged line is skipped.
         """
-        if not self._path.exists():  # not begun yet, or moved away
-            anew = self._place > 0
-            self._place, self._before = 0, b""
-            return anew, []
+        if not self._path.exists():  # the run has not begun, or its directory was moved
+            rewritten = self._position > 0
+            self._position, self._before = 0, b""
+            return rewritten, []
         with self._path.open("rb") as file:
-            anew = not self._goes_on(file)
-            if anew:
-                self._place, self._before = 0, b""
-            file.seek(self._place)
+            rewritten = not self._is_continued(file)
+            if rewritten:
+                self._position, self._before = 0, b""
+            file.seek(self._position)
             text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._place += len(whole)
-        self._before = (self._before + whole)[-REMEMBERED:]
-        found = [parse(line) for line in whole.splitlines()]
-        return anew, [entry for entry in found if entry is not None]
+        complete = text[: text.rfind(b"\n") + 1]
+        self._position += len(complete)
+        self._before = (self._before + complete)[-REMEMBERED_BYTES:]
+        records = [parse(line) for line in complete.splitlines()]
+        return rewritten, [r for r in records if r is not None and not isinstance(r, UnknownRecord)]
 
-    def _goes_on(self, file: IO[bytes]) -> bool:
-        file.seek(self._place - len(self._before))
+    def _is_continued(self, file: IO[bytes]) -> bool:
+        file.seek(self._position - len(self._before))
         return file.read(len(self._before)) == self._before

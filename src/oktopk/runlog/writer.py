@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one object per step and per epoch, written as they end."""
+"""`RunLogWriter`: appends records to `metrics.jsonl`, one line of JSON for each."""
 
 from __future__ import annotations
 
@@ -7,37 +7,46 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 
-class Journal:
-    """Appends objects to a file, from byte `start` on: a resumed run writes anew what follows."""
+from oktopk.runlog.schema import Record
+
+
+class RunLogWriter:
+    """Appends records to a file after its first `start` bytes.
+
+    A resumed run continues at the byte that its checkpoint names: what was written after the
+    checkpoint is cut off, because the run writes it again.
+    """
 
     def __init__(self, path: Path, start: int = 0) -> None:
         written = path.read_bytes()[:start] if path.exists() else b""
-        whole = written[: written.rfind(b"\n") + 1]  # a line may have been cut off
+        complete = written[: written.rfind(b"\n") + 1]  # the last line may be unfinished
         self._file = path.open("a")
-        self._file.truncate(len(whole))
+        self._file.truncate(len(complete))
 
     @property
-    def bytes(self) -> int:
-        """How much is written."""
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
         return self._file.tell()
 
-    def write(self, *entries: dict[str, Any]) -> None:
-        self._file.write("".join(_line(entry) for entry in entries))
+    def write(self, *records: Record) -> None:
+        """Write all records and flush them to the operating system."""
+        self._file.write("".join(encode(record) for record in records))
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
 
-def _line(entry: dict[str, Any]) -> str:
-    return json.dumps(finite(entry), allow_nan=False) + "\n"
+def encode(record: Record) -> str:
+    """The line of a record. Numbers that are not finite become null, as JSON has no others."""
+    return json.dumps(_finite(msgspec.to_builtins(record)), allow_nan=False) + "\n"
 
 
-def finite(value: Any) -> Any:
-    """JSON has no NaN: what is not a number becomes null."""
+def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

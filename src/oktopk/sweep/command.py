@@ -1,4 +1,4 @@
-"""`oktopk sweep`: search settings of `oktopk train` within a budget."""
+"""`oktopk sweep`: search for the best settings of `oktopk train` within a budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from oktopk.compare.plan import refuse_comparison, refuse_run
 from oktopk.compare.results import METRICS
 from oktopk.runlog.run_directory import lock
 from oktopk.sweep.loop import sweep
-from oktopk.sweep.plan import Plan, remember
+from oktopk.sweep.plan import Plan, store_or_compare
 from oktopk.sweep.space import SEARCHED, add_ranges, parse
 from oktopk.train.config import (
     DEFAULT,
@@ -21,12 +21,13 @@ from oktopk.train.config import (
     with_flags,
 )
 from oktopk.train.config import add_flags as add_train_flags
-from oktopk.train.run_process import answered, leaving_on_sigterm
+from oktopk.train.run_process import exit_code_of
+from oktopk.utils.signals import interruptible
 
 NAME = "sweep"
 TRIALS = 20
 MOST = 1e6
-"""Trials or minutes of a sweep: two years."""
+"""The largest budget, in trials or minutes; a million minutes are two years."""
 OWN = ("config", "trials", "minutes", "metric", "no-prune")
 KNOWN = [f"--{name.replace('_', '-')}" for name in (*FIELDS, *OWN)]
 
@@ -36,9 +37,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trials", type=int, help=f"of the sweep, earlier calls included ({TRIALS})"
     )
-    parser.add_argument("--minutes", type=float, help="of this call; a trial that is cut off waits")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="of this call; the next call continues a trial that was interrupted",
+    )
     parser.add_argument("--metric", default="wer", choices=list(METRICS), help="lower is better")
-    parser.add_argument("--no-prune", action="store_true", help="let hopeless trials finish too")
+    parser.add_argument(
+        "--no-prune", action="store_true", help="do not end unpromising trials early"
+    )
     parser.add_argument("--config", help=f"as for oktopk train (default: {DEFAULT})")
     add_ranges(parser)
     add_train_flags(parser, without=("name", "keep", *SEARCHED))
@@ -47,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Go on with the sweep until its budget is spent."""
+    """Start or continue the sweep until its budget is spent."""
 
     def act() -> int:
         plan = resolve(args)
@@ -55,15 +62,15 @@ def command(args: argparse.Namespace) -> int:
         refuse_run(plan.folder)
         refuse_comparison(plan.folder)
         plan.folder.mkdir(parents=True, exist_ok=True)
-        with lock(plan.folder), leaving_on_sigterm():
-            remember(plan)
+        with lock(plan.folder), interruptible(is_rank=False):
+            store_or_compare(plan)
             return sweep(plan, number, deadline, prune=not args.no_prune)
 
-    return answered("oktopk sweep", act)
+    return exit_code_of("oktopk sweep", act)
 
 
 def resolve(args: argparse.Namespace) -> Plan:
-    """What is searched, around which config."""
+    """The ranges to search, and the config for everything else."""
     given = {name: getattr(args, name) for name in SEARCHED}
     rest = argparse.Namespace(**{k: v for k, v in vars(args).items() if k not in SEARCHED})
     base = with_flags(load(args.config or DEFAULT), rest)
@@ -73,7 +80,7 @@ def resolve(args: argparse.Namespace) -> Plan:
 
 
 def budget(args: argparse.Namespace) -> tuple[int, float]:
-    """How many trials, and until when."""
+    """The number of trials and the time at which the sweep ends."""
     for name in ("trials", "minutes"):
         value = getattr(args, name)
         if value is not None and not value > 0:

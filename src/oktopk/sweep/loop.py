@@ -1,4 +1,4 @@
-"""Trials one after the other, until the budget is spent."""
+"""Run trials one after the other until the budget is spent."""
 
 from __future__ import annotations
 
@@ -29,37 +29,40 @@ from oktopk.sweep.study import (
     trials,
     values,
 )
-from oktopk.sweep.trial import Outcome, log_of, run_trial
+from oktopk.sweep.trial import Outcome, run_trial
 from oktopk.train.config import load
-from oktopk.train.console import say
-from oktopk.train.run_process import command_line, tail
+from oktopk.train.console import print_line
+from oktopk.train.run_process import command_line, last_lines, log_of
 from oktopk.utils.files import write_whole
 
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import Trial
 
-PATIENCE = 5
-"""Failures in a row after which something else than the settings must be wrong."""
+MAX_FAILURES = 5
+"""Failures in a row that end a sweep: the cause is then not in the settings."""
 SHOWN = 10
 
 
 def sweep(plan: Plan, number: int, deadline: float, prune: bool) -> int:
-    """Trials until there are so many or the time is up; 0 when any has finished."""
+    """Run trials until there are `number` of them or the time is up.
+
+    Returns the exit code: 0 if any trial has finished.
+    """
     failures = 0
     with opened(plan.folder, plan.base.seed) as study:
         begin(study, plan.base, plan.space)
-        found, line = sum_up(plan, study)
+        found, line = write_tables(plan, study)
         while len(_done(study)) < number and time.monotonic() < deadline:
             trial, name = ask(study, plan.space)
-            place = f"{name.replace('-', ' ')} ({len(_done(study)) + 1} of {_said(number)})"
+            place = f"{name.replace('-', ' ')} ({len(_done(study)) + 1} of {_limit(number)})"
             outcome = attempt(plan, study, trial, name, place, deadline, prune)
-            found, line = sum_up(plan, study)
+            found, line = write_tables(plan, study)
             if outcome.state is None:
                 break
             failures = failures + 1 if outcome.state == "FAIL" else 0
-            if failures == PATIENCE:
-                say(f"{PATIENCE} trials failed one after the other: the sweep ends here")
+            if failures == MAX_FAILURES:
+                print_line(f"{MAX_FAILURES} trials failed one after the other: the sweep ends here")
                 break
         _close(plan, found, line, len(_done(study)), len(trials(study)))
         return 0 if best(found) else 1
@@ -69,17 +72,17 @@ def _done(study: Study) -> list[str]:
     return [name for name, trial in trials(study).items() if trial.state.is_finished()]
 
 
-def _said(number: int) -> str:
+def _limit(number: int) -> str:
     return "any number" if number == sys.maxsize else str(number)
 
 
 def attempt(
     plan: Plan, study: Study, trial: Trial, name: str, place: str, deadline: float, prune: bool
 ) -> Outcome:
-    """One trial from its first line to its last; Optuna is told how it ended."""
+    """Run one trial, print its result, and tell Optuna how it ended."""
     config = plan.of(values(trial.params), name)
     shown = ", ".join(f"{name} {value:g}" for name, value in values(trial.params).items())
-    say(f"{place}: {shown}")
+    print_line(f"{place}: {shown}")
 
     def report(step: int, value: float) -> bool:
         trial.report(value, step)
@@ -88,24 +91,24 @@ def attempt(
     outcome = run_trial(config, plan.config, plan.metric, report, deadline)
     if outcome.state is not None:
         tell(study, trial, outcome.state, outcome.value)
-    say(f"{place}: {_verdict(plan, outcome)}")
+    print_line(f"{place}: {_result(plan, outcome)}")
     if outcome.state == "FAIL":
-        say(f"{log_of(config)}:\n{tail(log_of(config))}")
+        print_line(f"{log_of(config)}:\n{last_lines(log_of(config))}")
     return outcome
 
 
-def _verdict(plan: Plan, outcome: Outcome) -> str:
-    said = {
+def _result(plan: Plan, outcome: Outcome) -> str:
+    texts = {
         "COMPLETE": f"finished, {METRICS[plan.metric]} {outcome.value or 0:.3f}",
-        "PRUNED": "ended early: worse than half of the others were by then",
+        "PRUNED": "ended early: worse than the median of the others at the same step",
         "FAIL": f"failed: {outcome.text}",
-        None: "the time is up; it was saved, and the same command goes on with it",
+        None: "the time is up; it was saved, and the same command continues it",
     }
-    return said[outcome.state]
+    return texts[outcome.state]
 
 
-def sum_up(plan: Plan, study: Study) -> tuple[list[Result], str]:
-    """Write the tables and the report; the results and the command line of the best."""
+def write_tables(plan: Plan, study: Study) -> tuple[list[Result], str]:
+    """Write the tables and the report. Returns the results and the command of the best trial."""
     found = results(plan.folder, plan.metric, trials(study))
     if not found:
         return [], ""
@@ -125,9 +128,11 @@ def sum_up(plan: Plan, study: Study) -> tuple[list[Result], str]:
 
 def _close(plan: Plan, found: list[Result], line: str, done: int, begun: int) -> None:
     if not found:
-        say("no trial has begun: raise --minutes or --trials")
+        print_line("no trial has begun: raise --minutes or --trials")
         return
-    say(f"\n{markdown(as_table(ranked(found)[:SHOWN], plan.metric))}")
-    say(f"{done} trials, {begun - done} half-way; {plan.folder}: table.md, table.json, sweep.html")
+    print_line(f"\n{markdown(as_table(ranked(found)[:SHOWN], plan.metric))}")
+    print_line(
+        f"{done} trials, {begun - done} half-way; {plan.folder}: table.md, table.json, sweep.html"
+    )
     if line:
-        say(f"the best: {line}")
+        print_line(f"the best: {line}")

@@ -1,4 +1,4 @@
-"""The report of a sweep: what mattered, and what the trials came to."""
+"""The report of a sweep: the importance of each setting, and the results of the trials."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from oktopk.report.page import (
 from oktopk.sweep.results import Result, as_table, ranked
 from oktopk.sweep.space import Range
 
-WORST = 3.0
-"""Colours and axes end at so many times what a quarter of the trials came below: one that diverged
-says nothing more, and would squash the others."""
+AXIS_LIMIT = 3.0
+"""Axes and colours end at this multiple of the first quartile of the metric, because a trial that
+diverged would compress all others into a corner."""
 COLOURS = {"finished": "#3b82d6", "pruned": "#e08214", "half-way": "#8c6bd1", "failed": "#d6554c"}
 BEST, OTHERS = (59, 130, 214), (190, 190, 190)
-"""Ends of the colours of lines, red, green and blue: a good one stands out, dark page or light."""
+"""RGB colours of the best and the worst lines, visible on dark and light pages."""
 
 
 def importance(shares: dict[str, float]) -> list[Figure]:
-    """How much each setting mattered."""
+    """The importance of each setting."""
     if not shares:
         return []
     names = sorted(shares, key=shares.__getitem__)
@@ -63,7 +63,7 @@ def slices(found: list[Result], space: dict[str, Range], metric: str) -> list[Fi
 
 
 def parallel(found: list[Result], space: dict[str, Range], metric: str) -> list[Figure]:
-    """Every trial as a line through its settings, each between the ends of its range."""
+    """Parallel coordinates: every trial is a line through its settings and its metric."""
     known = [(r, r.metric) for r in ranked(found) if r.metric is not None]
     if len(known) < 2:
         return []
@@ -73,9 +73,9 @@ def parallel(found: list[Result], space: dict[str, Range], metric: str) -> list[
     traces = []
     for result, value in reversed(known):  # the best is drawn last, above the others
         share = _share(min(value, high), low, high)
-        y = [_place(one, result.values[name]) for name, one in space.items()]
-        said = [f"{name} {result.values[name]:g}" for name in space]
-        text = "<br>".join([f"{result.trial}, {result.state}", *said])
+        y = [_position(one, result.values[name]) for name, one in space.items()]
+        settings = [f"{name} {result.values[name]:g}" for name in space]
+        text = "<br>".join([f"{result.trial}, {result.state}", *settings])
         text += f"<br>{METRICS[metric]} {value:.3f}"
         line = {"color": _between(share), "width": 3 - 2 * share}
         trace = {"type": "scatter", "mode": "lines+markers", "name": result.trial, "line": line}
@@ -84,8 +84,10 @@ def parallel(found: list[Result], space: dict[str, Range], metric: str) -> list[
     ticks = {"tickvals": list(range(len(names))), "ticktext": names, "zeroline": False}
     layout = {"xaxis": ticks, "yaxis": {"visible": False, "range": [-0.05, 1.05]}}
     layout |= {"hovermode": "closest", "showlegend": False}
-    note = "A line for each trial, from the lower ends at the bottom to the upper ones; the bluer "
-    note += "and wider, the better. The mouse shows the values."
+    note = (
+        "Each line is a trial. Every axis goes from the low end of its range at the bottom to the "
+    )
+    note += "high end; better trials are bluer and wider. Hover to see the values."
     return [Figure("Settings and result together", traces, note, layout)]
 
 
@@ -93,8 +95,8 @@ def _share(value: float, low: float, high: float) -> float:
     return (value - low) / (high - low) if high > low else 0.0
 
 
-def _place(one: Range, value: float) -> float:
-    """Where a value stands in its range, from 0 to 1."""
+def _position(one: Range, value: float) -> float:
+    """The position of a value in its range, from 0 to 1."""
     ends = (value, one.low, one.high)
     return _share(*(log(each) for each in ends)) if one.by_ratio else _share(*ends)
 
@@ -105,7 +107,7 @@ def _between(share: float) -> str:
 
 
 def cost(found: list[Result], metric: str) -> list[Figure]:
-    """What a better metric costs in bytes."""
+    """The metric of finished trials against the bytes that they sent."""
     finished = [result for result in found if result.state == "finished"]
     traces = _by_state([(result.bytes_sent, result) for result in finished])
     title = f"{METRICS[metric]} against bytes"
@@ -114,7 +116,7 @@ def cost(found: list[Result], metric: str) -> list[Figure]:
 
 
 def _by_state(placed: list[tuple[Any, Result]]) -> list[dict[str, Any]]:
-    """Points of the trials that have a place and a metric, a trace for each state."""
+    """Points of the trials that have an x value and a metric, one trace for each state."""
     shown = [(x, result) for x, result in placed if x is not None and result.metric is not None]
     traces = []
     for state, colour in COLOURS.items():
@@ -130,7 +132,7 @@ def _by_state(placed: list[tuple[Any, Result]]) -> list[dict[str, Any]]:
 def _figure(
     title: str, traces: list[dict[str, Any]], found: list[Result], x: str, metric: str, **axis: Any
 ) -> list[Figure]:
-    """The metric over `x`; nothing when no trial has one."""
+    """A figure of the metric over `x`; empty if no trial has a metric."""
     if not traces:
         return []
     values = [result.metric for result in found if result.metric is not None]
@@ -141,17 +143,17 @@ def _figure(
     above = sum(value > high for value in values)
     if not above:
         return [Figure(title, traces, "", layout)]
-    room = 0.05 * (high - low)
-    y["range"] = rounded([low - room, high + room])
-    note = f"{above} of {len(values)} trials came above {high:.3g} and out of sight."
+    margin = 0.05 * (high - low)
+    y["range"] = rounded([low - margin, high + margin])
+    note = f"{above} of {len(values)} trials are above {high:.3g} and not shown."
     return [Figure(title, traces, note, layout)]
 
 
 def _top(found: list[Result]) -> float:
-    """Where axes and colours end: see WORST."""
+    """The value at which axes and colours end; see `AXIS_LIMIT`."""
     values = sorted(result.metric for result in found if result.metric is not None)
     quarter = values[(len(values) - 1) // 4]
-    return min(values[-1], WORST * quarter) if quarter > 0 else values[-1]
+    return min(values[-1], AXIS_LIMIT * quarter) if quarter > 0 else values[-1]
 
 
 def write_report(
@@ -162,7 +164,7 @@ def write_report(
     shares: dict[str, float],
     line: str,
 ) -> None:
-    """Write the page; `line` is the command line of the best trial."""
+    """Write the page; `line` is the command that trains with the best settings."""
     cells = as_table(ranked(found), metric)
     few = "" if shares else paragraph("Too few trials have finished to say what mattered.")
     sections = [

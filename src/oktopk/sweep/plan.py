@@ -1,4 +1,4 @@
-"""What a sweep is, and whether a later call goes on with the same."""
+"""The plan of a sweep, which a later call must match to continue it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from oktopk.compare.plan import SWEEP
 from oktopk.errors import RunError
 from oktopk.sweep.space import Range
 from oktopk.train.config import Config
-from oktopk.train.run_process import NO_MATTER
+from oktopk.train.run_process import IRRELEVANT_SETTINGS
 from oktopk.utils.files import read_json, write_whole
 
 
-class Stored(msgspec.Struct, frozen=True):
-    """`sweep.json`: what a later call must have alike."""
+class StoredPlan(msgspec.Struct, frozen=True):
+    """`sweep.json`: what must be the same in a later call."""
 
     metric: str
     space: dict[str, Range]
@@ -27,7 +27,7 @@ class Stored(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a sweep is: the same in every call that goes on with it."""
+    """What is searched: the ranges, the config for everything else, and the metric."""
 
     config: str
     base: Config
@@ -43,15 +43,15 @@ class Plan:
         return replace(self.base, name=name, **values)
 
 
-def remember(plan: Plan) -> None:
-    """Write the plan down, or see that it is the one that was written down."""
+def store_or_compare(plan: Plan) -> None:
+    """Store the plan; if there is one already, raise unless it is the same."""
     path = plan.folder / SWEEP
-    own = {name: v for name, v in asdict(plan.base).items() if name not in NO_MATTER}
-    now = Stored(plan.metric, plan.space, own)
+    own = {name: v for name, v in asdict(plan.base).items() if name not in IRRELEVANT_SETTINGS}
+    now = StoredPlan(plan.metric, plan.space, own)
     if not path.exists():
         write_whole(path, json.dumps(msgspec.to_builtins(now), indent=1) + "\n")
         return
-    before = read_json(path, Stored, advice="move the folder away, or give another --name")
+    before = read_json(path, StoredPlan, advice="move the folder away, or give another --name")
     flat_before, flat_now = (
         {"metric": each.metric} | each.config | {name: str(one) for name, one in each.space.items()}
         for each in (before, now)
@@ -61,5 +61,5 @@ def remember(plan: Plan) -> None:
         if old != new:
             raise RunError(
                 f"{plan.folder} is a sweep with {name} {old}, and this is {new}: give another "
-                "--name, or the flags of then"
+                "--name, or the flags of that sweep"
             )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oktopk.compare.results import METRICS, row
-from oktopk.runlog.reader import read
+from oktopk.runlog.reader import read_runlog
 from oktopk.sweep.study import values
 from oktopk.utils.units import size
 
@@ -25,7 +25,7 @@ class Result:
     trial: str
     state: str
     metric: float | None
-    """Of the last validation, also of a trial that did not finish."""
+    """The metric of the last validation, also if the trial did not finish."""
 
     values: dict[str, Any]
     steps: int
@@ -38,7 +38,7 @@ def results(folder: Path, metric: str, trials: dict[str, FrozenTrial]) -> list[R
     """All trials in the order they began."""
     found = []
     for name, trial in sorted(trials.items()):
-        run = row(read(folder / name), metric, None)
+        run = row(read_runlog(folder / name), metric, None)
         found.append(
             Result(
                 trial=name,
@@ -55,7 +55,7 @@ def results(folder: Path, metric: str, trials: dict[str, FrozenTrial]) -> list[R
 
 
 def ranked(found: Iterable[Result]) -> list[Result]:
-    """Finished ones by their metric, then the others."""
+    """Finished trials by their metric, then the others."""
     return sorted(found, key=_rank)
 
 
@@ -65,7 +65,7 @@ def _rank(result: Result) -> tuple[bool, float]:
 
 
 def best(found: Iterable[Result]) -> Result | None:
-    """The finished one with the lowest metric."""
+    """The finished trial with the lowest metric; None when none has finished."""
     first = next(iter(ranked(found)), None)
     return first if first is not None and first.state == "finished" else None
 
@@ -91,5 +91,5 @@ def _cells(result: Result, names: list[str]) -> list[str]:
 
 
 def as_plain(found: list[Result]) -> list[dict[str, Any]]:
-    """For JSON."""
+    """The results as plain values, for JSON."""
     return [asdict(result) for result in found]

@@ -1,4 +1,4 @@
-"""What is searched: ranges of settings, from flags such as `--lr 1e-4:1e-2`."""
+"""The search space: ranges of settings, from flags such as `--lr 1e-4:1e-2`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from oktopk.train.config import Config
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Values from `low` to `high`, both included; by ratio where orders of magnitude count."""
+    """Values from `low` to `high`, both included. `by_ratio` samples their logarithm."""
 
     low: float
     high: float
@@ -27,12 +27,12 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Searchable:
-    """A setting that can be searched, and where, when nothing is said; None: not at all."""
+    """A setting that can be searched. `usual` gives its default range; None: it is not searched."""
 
     by_ratio: bool
     usual: Callable[[Config], tuple[float, float] | None]
-    said: str
-    """The usual range, for the help."""
+    help: str
+    """The default range in words."""
 
 
 def _if_sparse(low: float, high: float) -> Callable[[Config], tuple[float, float] | None]:
@@ -65,12 +65,12 @@ def add_ranges(parser: argparse.ArgumentParser) -> None:
             f"--{name.replace('_', '-')}",
             metavar="LOW:HIGH",
             default=None,
-            help=f"a range to search, or a value; default: {one.said}",
+            help=f"a range to search, or a value; default: {one.help}",
         )
 
 
 def parse(base: Config, given: dict[str, str | None]) -> tuple[Config, dict[str, Range]]:
-    """The config with what is fixed, and the ranges; both ends of each must be allowed."""
+    """The config with single values applied, and the ranges. Both ends of a range must be valid."""
     space: dict[str, Range] = {}
     for name, one in SEARCHED.items():
         whole = isinstance(getattr(base, name), int)
@@ -78,7 +78,9 @@ def parse(base: Config, given: dict[str, str | None]) -> tuple[Config, dict[str,
         ends = one.usual(base) if text is None else _ends(name, text, whole)
         if ends is None:
             continue
-        least, most = (replace(base, **{name: end}) for end in ends)  # refuses what is not allowed
+        least, most = (
+            replace(base, **{name: end}) for end in ends
+        )  # raises if the value is not valid
         if least == most:
             base = least
         else:

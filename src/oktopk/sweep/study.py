@@ -1,10 +1,11 @@
-"""The search itself: Optuna, with its storage in the sweep's folder.
+"""The search, by Optuna, which stores its trials in the folder of the sweep.
 
-A trial of ours is a run's folder. When a sweep was ended in the middle of one, Optuna gets a second
-trial with the same values and the same folder, where training goes on from its checkpoint.
+A trial belongs to a run directory. When a sweep is interrupted, its last trial cannot be continued
+in Optuna. The next call adds a second trial with the same values and the same directory, where the
+training resumes from its checkpoint.
 """
 
-# Optuna is imported inside: the rest of the command line must not need it
+# Optuna is imported inside functions, because the rest of the command line does not need it
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -23,17 +24,17 @@ if TYPE_CHECKING:
 
 STORAGE = "optuna.db"
 FOLDER = "folder"
-AT_RANDOM = 4
-"""Trials before anything is pruned or guessed from the others."""
+STARTUP_TRIALS = 4
+"""Trials with random values, before Optuna learns from them and prunes."""
 COMPLETE, PRUNED, FAILED = "COMPLETE", "PRUNED", "FAIL"
-ENOUGH = 4
-"""Finished trials that importances need."""
+MIN_FOR_IMPORTANCES = 4
+"""Finished trials that are needed to compute importances."""
 DIGITS = 4
 
 
 @contextmanager
 def opened(folder: Path, seed: int) -> Iterator[Study]:
-    """The study in a folder, new or as it was left."""
+    """Create the study in a folder, or open the one that is there."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -45,16 +46,16 @@ def opened(folder: Path, seed: int) -> Iterator[Study]:
             study_name="sweep",
             load_if_exists=True,
             direction="minimize",
-            pruner=optuna.pruners.MedianPruner(n_startup_trials=AT_RANDOM, n_min_trials=3),
+            pruner=optuna.pruners.MedianPruner(n_startup_trials=STARTUP_TRIALS, n_min_trials=3),
         )
         before = study.get_trials(deepcopy=False)
     except Exception as error:  # of SQLite, SQLAlchemy, Alembic or Optuna
-        told = f"Optuna cannot open it ({first_line(error)})"
+        problem = f"Optuna cannot open it ({first_line(error)})"
         advice = "move the folder away, or give another --name"
-        raise file_error(path, told, advice=advice) from error
-    # a sweep that goes on must not draw the same values again; numpy takes 32 bits
+        raise file_error(path, problem, advice=advice) from error
+    # a continued sweep must not draw the same values again; NumPy takes 32 bits
     start = (seed + len(before)) % 2**32
-    study.sampler = optuna.samplers.TPESampler(seed=start, n_startup_trials=AT_RANDOM)
+    study.sampler = optuna.samplers.TPESampler(seed=start, n_startup_trials=STARTUP_TRIALS)
     try:
         yield study
     finally:
@@ -63,7 +64,7 @@ def opened(folder: Path, seed: int) -> Iterator[Study]:
 
 
 def begin(study: Study, base: Config, space: dict[str, Range]) -> None:
-    """Queue what comes first: the config as it stands, or what an earlier call left half-way."""
+    """Queue the first trials: the config itself, or what an earlier call left unfinished."""
     before = study.get_trials(deepcopy=False)
     own = {name: getattr(base, name) for name in space}
     if not before and all(space[name].has(value) for name, value in own.items()):
@@ -93,7 +94,7 @@ def _distribution(one: Range) -> BaseDistribution:
 
 
 def tell(study: Study, trial: Trial, state: str, value: float | None) -> None:
-    """End a trial; only a complete one has a value of its own."""
+    """Tell Optuna how a trial ended. Only a complete trial has a value."""
     if state == COMPLETE:
         study.tell(trial, value)
     else:
@@ -107,13 +108,13 @@ def _close(study: Study, number: int, state: str) -> None:
 
 
 def trials(study: Study) -> dict[str, FrozenTrial]:
-    """The trial of every folder: the last one, where a trial went on in a second call."""
+    """The trial of every run directory; the last one, if a later call continued it."""
     found = study.get_trials(deepcopy=False)
     return {trial.user_attrs[FOLDER]: trial for trial in found if FOLDER in trial.user_attrs}
 
 
 def values(params: dict[str, Any]) -> dict[str, Any]:
-    """What a trial is trained with: digits that a person would still type."""
+    """The values that a trial is trained with, rounded to a few digits."""
     return {
         name: float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
         for name, value in params.items()
@@ -121,11 +122,11 @@ def values(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def importances(study: Study) -> dict[str, float]:
-    """How much of the metric's variance each setting explains; empty when too little is known."""
+    """The share of the metric's variance that each setting explains; empty with too few trials."""
     import optuna
 
     complete = [trial for trial in trials(study).values() if trial.state.name == COMPLETE]
-    if len(complete) < ENOUGH or len({trial.value for trial in complete}) < 2:
+    if len(complete) < MIN_FOR_IMPORTANCES or len({trial.value for trial in complete}) < 2:
         return {}
     evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
     return optuna.importance.get_param_importances(study, evaluator=evaluator)

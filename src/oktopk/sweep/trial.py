@@ -1,4 +1,4 @@
-"""One trial: a training run that is looked at while it goes on, and ended when it is hopeless."""
+"""One trial of a sweep: a training run that is ended early when it is not promising."""
 
 from __future__ import annotations
 
@@ -6,70 +6,67 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from oktopk.runlog.reader import (
-    CHECKPOINTS,
-    JOURNAL,
-    Entry,
-    read,
-)
-from oktopk.runlog.tail import Follower
+from oktopk.runlog.reader import read_runlog
+from oktopk.runlog.run_directory import CHECKPOINT_FOLDER
+from oktopk.runlog.schema import EpochRecord, Record
 from oktopk.sweep.study import COMPLETE, FAILED, PRUNED
 from oktopk.train.config import Config
-from oktopk.train.run_process import started
+from oktopk.train.run_process import directory_of, train_in_process
 
-LOOK_SECONDS = 0.5
 Report = Callable[[int, float], bool]
-"""Takes a step and the metric there; whether the trial is hopeless."""
+"""Takes a step and the metric at that step, and says whether to prune the trial."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a trial ended; without a state it was left half-way, for a later call."""
+    """How a trial ended. Without a state it was interrupted, and a later call continues it."""
 
     state: str | None
     value: float | None = None
     text: str = ""
 
 
+class Pruner:
+    """Reports new validations, and decides whether a trial is to be ended early."""
+
+    def __init__(self, metric: str, report: Report, deadline: float) -> None:
+        self._metric, self._report, self._deadline = metric, report, deadline
+        self._reported: set[int] = set()
+        self.pruned = False
+
+    def should_stop(self, records: list[Record]) -> bool:
+        """Whether the trial is not promising, or the time is up."""
+        for record in records:
+            if isinstance(record, EpochRecord):
+                self._take(record)
+        return self.pruned or time.monotonic() > self._deadline
+
+    def _take(self, epoch: EpochRecord) -> None:
+        value = getattr(epoch, self._metric)
+        if value is None or epoch.step in self._reported:  # a resumed run writes epochs again
+            return
+        self._reported.add(epoch.step)
+        # the first validation says too little to prune by
+        self.pruned = self._report(epoch.step, value) and len(self._reported) > 1
+
+
 def run_trial(config: Config, base: str, metric: str, report: Report, deadline: float) -> Outcome:
-    """Train, and end it early when `report` says so, or the time is up (it saves before)."""
-    folder = Path(config.runs) / config.name
-    if not read(folder).finished:  # else only its result had not been taken down
-        with started(config, base, log_of(config)) as process:
-            follower, told = Follower(folder / JOURNAL), set[int]()
-            running = True
-            while running:
-                running = process.poll() is None  # asked first: nothing is written after the end
-                if _hopeless(follower.read()[1], metric, report, told) and running:
-                    break
-                if running and time.monotonic() > deadline:
-                    return Outcome(None)
-                time.sleep(LOOK_SECONDS if running else 0)
-        if running:
-            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)  # nobody will go on with it
+    """Train a config until it ends, `report` prunes it, or the time is up. It saves before."""
+    directory = directory_of(config)
+    runlog = read_runlog(directory)
+    if not runlog.finished:  # a run may have finished just before an earlier sweep was ended
+        pruner = Pruner(metric, report, deadline)
+        result = train_in_process(config, base, pruner.should_stop)
+        runlog = result.runlog
+        if result.exit_code is None and not pruner.pruned:
+            return Outcome(None)
+        if result.exit_code is None:
+            shutil.rmtree(directory / CHECKPOINT_FOLDER, ignore_errors=True)
             return Outcome(PRUNED)
-        if process.returncode:
-            return Outcome(FAILED, text=f"exit code {process.returncode}")
-    record = read(folder)
-    found = record.validated[-1].get(metric) if record.validated else None
-    if found is None:
+        if result.exit_code:
+            return Outcome(FAILED, text=f"exit code {result.exit_code}")
+    value = getattr(runlog.validated[-1], metric) if runlog.validated else None
+    if value is None:
         return Outcome(FAILED, text=f"the run ended without a {metric}")
-    return Outcome(COMPLETE, found)
-
-
-def log_of(config: Config) -> Path:
-    """Where a trial's output goes."""
-    return Path(config.runs) / f"{config.name}.log"
-
-
-def _hopeless(entries: list[Entry], metric: str, report: Report, told: set[int]) -> bool:
-    """Report validations that are new; the first one says too little to end a trial by."""
-    hopeless = False
-    for entry in entries:
-        if entry["kind"] != "epoch" or entry.get(metric) is None or entry["step"] in told:
-            continue
-        told.add(entry["step"])
-        hopeless = report(entry["step"], entry[metric]) and len(told) > 1
-    return hopeless
+    return Outcome(COMPLETE, value)

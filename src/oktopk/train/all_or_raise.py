@@ -1,4 +1,4 @@
-"""What ranks must have or do alike: if one of them has not, all end together, and say why."""
+"""Checks and actions that all ranks pass, or all ranks raise an error."""
 
 from __future__ import annotations
 
@@ -15,42 +15,43 @@ from oktopk.errors import OthersError, ReplicaError, RunError
 from oktopk.train.config import Config
 
 T = TypeVar("T")
-OF_THE_MACHINE = ("runs", "data", "cache", "workers")
-"""Settings that may differ from rank to rank: paths, and what a launcher decides anyway."""
+PER_RANK_SETTINGS = ("runs", "data", "cache", "workers")
+"""Settings that may differ between ranks: paths, and `workers`, which a launcher overrides."""
 
 
-def alike(config: Config, resume: bool) -> dict[str, Any]:
-    """What every rank must have been started with."""
-    of_the_run = {n: v for n, v in asdict(config).items() if n not in OF_THE_MACHINE}
-    return {"command": "train", "resume": resume} | of_the_run
+def shared_settings(config: Config, resume: bool) -> dict[str, Any]:
+    """The settings that must be the same on every rank."""
+    shared = {n: v for n, v in asdict(config).items() if n not in PER_RANK_SETTINGS}
+    return {"command": "train", "resume": resume} | shared
 
 
-def same_data(comm: Comm, device: torch.device, folder: str, fingerprint: str) -> None:
-    """Raise on every rank if the recordings of one are others: paths may differ by machine."""
+def check_same_data(comm: Comm, device: torch.device, folder: str, fingerprint: str) -> None:
+    """Raise on every rank if one has different recordings. Their paths may differ."""
     try:
         agree(comm, device, {"the fingerprint of the data": fingerprint})
     except ValueError as error:
         raise RunError(
-            f"the ranks have other recordings ({error}); here they are in {folder}: give all ranks "
-            "copies of the same folder with --data"
+            f"the ranks have different recordings ({error}); this rank reads {folder}: give all "
+            "ranks copies of the same folder with --data"
         ) from error
 
 
-def same_weights(model: torch.nn.Module, comm: Comm, step: int) -> None:
-    """Raise on every rank if one has other weights. One read of them, and 8 bytes per tensor."""
+def check_same_weights(model: torch.nn.Module, comm: Comm, step: int) -> None:
+    """Raise on every rank if one has different weights. Reads them once; 8 bytes per tensor."""
     try:
         check_replicas({n: p.detach() for n, p in model.named_parameters()}, comm, step)
     except ReplicaError as error:
         raise RunError(
             f"{error}. Nothing was saved of this step; the last checkpoint was the same on all "
-            "ranks, and --resume goes on from it"
+            "ranks, and --resume continues from it"
         ) from error
 
 
-def together(comm: Comm, device: torch.device, what: str, act: Callable[[], T]) -> T:
-    """Do what may fail on some ranks. If it did on any, all raise: the cause there, a hint here.
+def all_or_raise(comm: Comm, device: torch.device, what: str, act: Callable[[], T]) -> T:
+    """Call `act`, and raise on all ranks if it failed on any. Collective, and a barrier.
 
-    One header of 4(P-1) bytes; also a barrier.
+    The ranks where it failed raise its error, the others an `OthersError` that names one of them.
+    Each rank sends a header of 4(P-1) bytes.
     """
     failure, result = None, None
     try:

@@ -1,9 +1,10 @@
-"""Checkpoints: a folder per step, complete or not there.
+"""Checkpoints: one folder for each step, which is complete or does not count.
 
-Every rank writes its own file (what it owes, its random state) and rank 0 the common one (weights,
-optimizer). When all are on disk, `complete.json` is written with their sizes and hashes; a folder
-without it is not a checkpoint. Older ones go only after that, so the last good one survives a full
-disk or a death while writing. Nothing is unpickled but tensors and plain values.
+Every rank writes a file of its own (residuals, random state), and rank 0 also the common one
+(weights, optimizer). When all files are on disk, `complete.json` is written with their sizes and
+hashes; a folder without it is not a checkpoint. Older checkpoints are deleted only after that, so
+the last good one survives a full disk and a process that is killed while it writes. Loading accepts
+tensors and plain values only, never pickled code.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from msgspec import Meta
 
 from oktopk.comm.communicator import Comm
 from oktopk.errors import CheckpointError
-from oktopk.train.all_or_raise import together
+from oktopk.train.all_or_raise import all_or_raise
 from oktopk.utils.files import (
     FileError,
     file_error,
@@ -38,19 +39,19 @@ DIGEST = 32  # bytes of a SHA-256
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class Written(msgspec.Struct, frozen=True):
-    """A file of a checkpoint, as it was written."""
+class FileInfo(msgspec.Struct, frozen=True):
+    """Size and hash of a file, as it was written."""
 
     bytes: Count
     sha256: Annotated[str, Meta(pattern=f"^[0-9a-f]{{{2 * DIGEST}}}$")]
 
 
-class Complete(msgspec.Struct, frozen=True):
-    """`complete.json`: the step, how many ranks saved it, and all files."""
+class CheckpointInfo(msgspec.Struct, frozen=True):
+    """`complete.json`: the step, the world size that saved it, and all files."""
 
     step: Count
     world_size: Annotated[int, Meta(ge=1, le=10**6)]
-    files: dict[str, Written]
+    files: dict[str, FileInfo]
 
 
 def rank_file(rank: int) -> str:
@@ -64,21 +65,21 @@ def step_folder(folder: Path, step: int) -> Path:
 def save(
     folder: Path, step: int, contents: dict[str, Any], comm: Comm, device: torch.device
 ) -> Path:
-    """Write this rank's files, by name, and complete the checkpoint. Every rank calls it."""
+    """Write this rank's files, by name, and complete the checkpoint. Collective."""
     target = step_folder(folder, step)
     failed = f"writing the checkpoint of step {step}"
-    mine = together(comm, device, failed, lambda: _write_all(target, contents))
-    facts = Complete(step, comm.size, _gather(mine, comm, device))
+    mine = all_or_raise(comm, device, failed, lambda: _write_all(target, contents))
+    info = CheckpointInfo(step, comm.size, _gather(mine, comm, device))
 
     def complete() -> None:
-        # several nodes may share the folder: the same content from each, replaced whole
-        write_whole(target / COMPLETE, msgspec.json.encode(facts).decode())
+        # every rank writes the same content: nodes may or may not share the folder
+        write_whole(target / COMPLETE, msgspec.json.encode(info).decode())
 
-    together(comm, device, failed, complete)
+    all_or_raise(comm, device, failed, complete)
     return target
 
 
-def _write_all(target: Path, contents: dict[str, Any]) -> dict[str, Written]:
+def _write_all(target: Path, contents: dict[str, Any]) -> dict[str, FileInfo]:
     written = {}
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -90,7 +91,7 @@ def _write_all(target: Path, contents: dict[str, Any]) -> dict[str, Written]:
             (target / f"{name}.part").unlink(missing_ok=True)
             (target / name).unlink(missing_ok=True)
         kept = any(target.parent.glob(f"step-*/{COMPLETE}"))
-        advice = "Earlier checkpoints are kept: make room and go on with --resume"
+        advice = "Earlier checkpoints are kept: make room and continue with --resume"
         raise CheckpointError(
             f"the checkpoint {target} could not be written: {error}. "
             f"{advice if kept else 'Make room and start again'}"
@@ -98,18 +99,18 @@ def _write_all(target: Path, contents: dict[str, Any]) -> dict[str, Written]:
     return written
 
 
-def _write(path: Path, content: Any) -> Written:
+def _write(path: Path, content: Any) -> FileInfo:
     draft = path.with_name(f"{path.name}.part")
     try:
         torch.save(content, draft)
-    except RuntimeError as error:  # torch's writer does not say OSError when the disk is full
+    except RuntimeError as error:  # what torch raises when the disk is full
         raise OSError(f"{draft}: {error}") from error
-    _to_disk(draft)
+    _sync_to_disk(draft)
     draft.replace(path)
-    return Written(path.stat().st_size, _digest(path))
+    return FileInfo(path.stat().st_size, _digest(path))
 
 
-def _to_disk(path: Path) -> None:
+def _sync_to_disk(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -119,40 +120,42 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _gather(mine: dict[str, Written], comm: Comm, device: torch.device) -> dict[str, Written]:
-    """Sizes and hashes of all ranks' files: the common one is rank 0's."""
-    nothing = Written(0, "00" * DIGEST)
+def _gather(mine: dict[str, FileInfo], comm: Comm, device: torch.device) -> dict[str, FileInfo]:
+    """Sizes and hashes of the files of all ranks; rank 0 wrote the common one. Collective."""
+    nothing = FileInfo(0, "00" * DIGEST)
     row = b""
     for name in (COMMON, rank_file(comm.rank)):
-        facts = mine.get(name, nothing)
-        row += facts.bytes.to_bytes(8, "little") + bytes.fromhex(facts.sha256)
+        info = mine.get(name, nothing)
+        row += info.bytes.to_bytes(8, "little") + bytes.fromhex(info.sha256)
     own = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
     rows = [bytes(row) for row in comm.all_gather(own, stage="checkpoint").tolist()]
     half = len(row) // 2
     parts = {COMMON: rows[0][:half]}
     parts |= {rank_file(rank): row[half:] for rank, row in enumerate(rows)}
     return {
-        name: Written(int.from_bytes(part[:8], "little"), part[8:].hex())
+        name: FileInfo(int.from_bytes(part[:8], "little"), part[8:].hex())
         for name, part in parts.items()
     }
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` complete checkpoints, and what was never completed."""
+    """Delete older checkpoints, except the newest `keep`, and those that were never completed."""
     found = {path: (path / COMPLETE).exists() for path in folder.glob(f"step-{'[0-9]' * 8}")}
-    complete = sorted(path for path, is_complete in found.items() if is_complete and _is_own(path))
+    complete = sorted(
+        path for path, is_complete in found.items() if is_complete and _has_own_name(path)
+    )
     for path, is_complete in found.items():
-        # a checkpoint that somebody renamed is his: it is complete, and not of this folder's name
+        # a complete checkpoint whose folder was renamed belongs to the user
         ours = path in complete or not is_complete
         if ours and path not in complete[-keep:] and (complete and path <= complete[-1]):
-            # nodes that share the folder may do so at once
+            # other nodes that share the folder may delete it at the same time
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_own(path: Path) -> bool:
-    """Whether it has its own name: one renamed to a higher step must not push out the others."""
+def _has_own_name(path: Path) -> bool:
+    """Whether the folder is named after its step. A renamed one does not count as the newest."""
     try:
-        read_facts(path)
+        read_info(path)
     except FileError as error:
         log.warning("%s", error)
         return False
@@ -160,15 +163,16 @@ def _is_own(path: Path) -> bool:
 
 
 def find(folder: Path, comm: Comm, device: torch.device) -> Path | None:
-    """The newest checkpoint that is whole for every rank; None when there is none at all.
+    """The newest checkpoint that is intact on every rank; None when there are none. Collective.
 
-    Damaged ones are named and passed over. When all are damaged: an error, not a fresh start.
+    Damaged checkpoints are logged and skipped. If all are damaged, raise: the run must not silently
+    start over.
     """
     steps = {
         int(path.parent.name.removeprefix("step-")): path.parent
         for path in folder.glob(f"step-{'[0-9]' * 8}/{COMPLETE}")
     }
-    good = sorted(step for step, path in steps.items() if _whole(path, comm))
+    good = sorted(step for step, path in steps.items() if _is_intact(path, comm))
     newest = torch.full((8,), -1, dtype=torch.int64)
     newest[: len(good[-8:])] = torch.tensor(good[-8:], dtype=torch.int64)
     lists = comm.all_gather(newest.to(device), stage="checkpoint").tolist()
@@ -177,17 +181,18 @@ def find(folder: Path, comm: Comm, device: torch.device) -> Path | None:
         return step_folder(folder, max(common))
     if any(comm.all_gather_size(len(steps), device, stage="checkpoint")):
         raise CheckpointError(
-            f"no checkpoint in {folder} is whole on every rank; to start anew, move the folder away"
+            f"no checkpoint in {folder} is intact on every rank; to start over, move the folder "
+            "away"
         )
     return None
 
 
-def _whole(path: Path, comm: Comm) -> bool:
-    """Whether the files this rank will read are as they were written."""
+def _is_intact(path: Path, comm: Comm) -> bool:
+    """Whether the files that this rank will read are as they were written."""
     try:
-        facts = read_facts(path)
-        for name in needed(facts, comm):
-            size, expected = (path / name).stat().st_size, facts.files[name]
+        info = read_info(path)
+        for name in files_to_read(info, comm):
+            size, expected = (path / name).stat().st_size, info.files[name]
             if size != expected.bytes:
                 problem = f"{name} has {size} bytes instead of {expected.bytes}"
             elif _digest(path / name) != expected.sha256:
@@ -202,34 +207,34 @@ def _whole(path: Path, comm: Comm) -> bool:
     return True
 
 
-def read_facts(path: Path) -> Complete:
-    """`complete.json` of a checkpoint. It must be of this folder, and name every rank's file."""
-    facts = read_json(path / COMPLETE, Complete)
-    if step_folder(path.parent, facts.step).name != path.name:
+def read_info(path: Path) -> CheckpointInfo:
+    """Read `complete.json`. It must name the step of this folder, and a file for every rank."""
+    info = read_json(path / COMPLETE, CheckpointInfo)
+    if step_folder(path.parent, info.step).name != path.name:
         raise file_error(
             path / COMPLETE,
-            f"is of step {facts.step}, and the folder is called {path.name}",
+            f"is of step {info.step}, and the folder is called {path.name}",
             place="step",
-            advice=f"rename the folder to {step_folder(path.parent, facts.step).name}",
+            advice=f"rename the folder to {step_folder(path.parent, info.step).name}",
         )
-    wanted = 1 + facts.world_size
-    if len(facts.files) != wanted or not all(
-        name in facts.files for name in (COMMON, *map(rank_file, range(facts.world_size)))
+    wanted = 1 + info.world_size
+    if len(info.files) != wanted or not all(
+        name in info.files for name in (COMMON, *map(rank_file, range(info.world_size)))
     ):
-        problem = f"names {len(facts.files)} files, and {facts.world_size} ranks have {wanted}"
+        problem = f"names {len(info.files)} files, and {info.world_size} ranks have {wanted}"
         raise file_error(path / COMPLETE, problem, place="files")
-    return facts
+    return info
 
 
-def needed(facts: Complete, comm: Comm) -> list[str]:
-    """The files this rank reads: its own, or everybody's when there were other ranks."""
-    same = facts.world_size == comm.size
-    ranks = [comm.rank] if same else range(facts.world_size)
+def files_to_read(info: CheckpointInfo, comm: Comm) -> list[str]:
+    """The files this rank reads: its own, or those of all ranks when the world size differs."""
+    same = info.world_size == comm.size
+    ranks = [comm.rank] if same else range(info.world_size)
     return [COMMON, *(rank_file(rank) for rank in ranks)]
 
 
-def load(path: Path, comm: Comm) -> tuple[Complete, Any, list[Any]]:
-    """What is known of the checkpoint, the common content, and this rank's; else all ranks'."""
-    facts = read_facts(path)
-    common, *owns = (read_tensors(path / name) for name in needed(facts, comm))
-    return facts, common, owns
+def load(path: Path, comm: Comm) -> tuple[CheckpointInfo, Any, list[Any]]:
+    """The info, the common content, and the contents of the rank files of `files_to_read`."""
+    info = read_info(path)
+    common, *ranks = (read_tensors(path / name) for name in files_to_read(info, comm))
+    return info, common, ranks

@@ -1,113 +1,113 @@
-"""The run: epochs of steps, validation, checkpoints."""
+"""The training loop: epochs of steps, validation, checkpoints."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from oktopk.comm.process_groups import watched
-from oktopk.errors import StoppedError
-from oktopk.runlog.reader import OVERLAPPED, PARTS
-from oktopk.train.all_or_raise import same_weights
+from oktopk.runlog.schema import OVERLAPPED_PARTS, STEP_PARTS, EpochRecord
+from oktopk.train.all_or_raise import check_same_weights
 from oktopk.train.data.batches import plan
 from oktopk.train.recorder import Recorder
 from oktopk.train.resume import save
 from oktopk.train.setup import Run
 from oktopk.train.step import take_step
-from oktopk.train.validate import Validation, validate, validates
+from oktopk.train.stop import StopRequest
+from oktopk.train.validate import Validation, is_validated, validate
 
 
-def train(run: Run, recorder: Recorder, folder: Path) -> Validation | None:
-    """All epochs that are left; the last validation, None when nothing was left to do."""
+def train(run: Run, recorder: Recorder, stop: StopRequest, directory: Path) -> Validation | None:
+    """Train all epochs that are left. Returns the last validation; None when none was left."""
     last = None
     with watched():
         while run.progress.epoch < run.config.epochs and not finished(run):
-            last = train_epoch(run, recorder, folder) or last
+            last = train_epoch(run, recorder, stop, directory) or last
     return last
 
 
 def finished(run: Run) -> bool:
-    """Whether the limit of steps is reached."""
+    """Whether the run has reached `max_steps`."""
     return bool(run.config.max_steps) and run.progress.step >= run.config.max_steps
 
 
-def train_epoch(run: Run, recorder: Recorder, folder: Path) -> Validation | None:
-    """What is left of an epoch, its validation where due, its record and a checkpoint."""
+def train_epoch(
+    run: Run, recorder: Recorder, stop: StopRequest, directory: Path
+) -> Validation | None:
+    """Train what is left of an epoch, validate if it is due, and save a checkpoint."""
     config, progress = run.config, run.progress
     micro = config.accumulate
     batches = plan(len(run.corpus.train), config.batch, run.comm.size, progress.epoch, config.seed)
-    spent = dict.fromkeys((*PARTS, *OVERLAPPED), 0.0)
+    seconds = dict.fromkeys((*STEP_PARTS, *OVERLAPPED_PARTS), 0.0)
     began_at = progress.index
-    while _goes_on(run):
+    while _has_steps_left(run):
         turn = batches[progress.index * micro : (progress.index + 1) * micro]
-        entry = take_step(run, [ranks[run.comm.rank] for ranks in turn])
-        spent = {part: seconds + entry[part] for part, seconds in spent.items()}
-        recorder.step(entry)
-        if _draws_histograms(run):
-            recorder.histograms(entry["step"])
-        if _goes_on(run):  # else the end saves
+        record = take_step(run, [ranks[run.comm.rank] for ranks in turn])
+        seconds = {part: total + getattr(record, part) for part, total in seconds.items()}
+        recorder.step(record)
+        if _is_histogram_due(run):
+            recorder.histograms(record.step)
+        if _has_steps_left(run):  # after the last step, the end of the epoch saves
             due = config.checkpoint_every and progress.step % config.checkpoint_every == 0
-            if due or recorder.stops:
-                same_weights(run.model, run.comm, progress.step)
-                save(run, recorder, folder)
-            stop_if_asked(run, recorder)
+            if due or stop.agreed:
+                check_same_weights(run.model, run.comm, progress.step)
+                save(run, recorder, directory)
+            stop.raise_if_agreed(progress.step)
     recorder.flush()
-    result = _end_epoch(run, recorder, folder, _per_step(spent, progress.index - began_at))
-    stop_if_asked(run, recorder)
+    result = _end_epoch(run, recorder, directory, _mean(seconds, progress.index - began_at))
+    stop.raise_if_agreed(progress.step)
     return result
 
 
-def _goes_on(run: Run) -> bool:
+def _has_steps_left(run: Run) -> bool:
     """Whether the epoch has another step."""
     return run.progress.index < run.steps_per_epoch and not finished(run)
 
 
-def stop_if_asked(run: Run, recorder: Recorder) -> None:
-    """All ranks know whether one was asked to stop; the step was saved before."""
-    if recorder.stops:
-        raise StoppedError(f"stopped and saved at step {run.progress.step}: go on with --resume")
+def _mean(seconds: dict[str, float], steps: int) -> dict[str, float | None] | None:
+    """Seconds per step; None when no step was taken."""
+    return {part: total / steps for part, total in seconds.items()} if steps else None
 
 
-def _per_step(spent: dict[str, float], steps: int) -> dict[str, float] | None:
-    """Mean seconds of the parts; None where no step was taken."""
-    return {part: seconds / steps for part, seconds in spent.items()} if steps else None
-
-
-def _draws_histograms(run: Run) -> bool:
-    """At the last dense step, the first two sparse ones, each epoch's end, and as asked."""
+def _is_histogram_due(run: Run) -> bool:
+    """At the last dense step, the first two sparse steps, each epoch's end, and as configured."""
     step, config = run.progress.step, run.config  # finished steps
     around = (config.warmup_steps, config.warmup_steps + 1, config.warmup_steps + 2)
-    asked = config.histogram_every and step % config.histogram_every == 0
-    return step in around or run.progress.index == run.steps_per_epoch or bool(asked)
+    configured = config.histogram_every and step % config.histogram_every == 0
+    return step in around or run.progress.index == run.steps_per_epoch or bool(configured)
 
 
 def _end_epoch(
-    run: Run, recorder: Recorder, folder: Path, seconds: dict[str, float] | None
+    run: Run, recorder: Recorder, directory: Path, seconds: dict[str, float | None] | None
 ) -> Validation | None:
     config, progress = run.config, run.progress
-    same_weights(run.model, run.comm, progress.step)  # of what is validated and saved here
-    entry: dict[str, Any] = {"kind": "epoch", "epoch": progress.epoch, "step": progress.step - 1}
-    entry |= {"train_loss": _train_loss(run), "seconds": seconds}
-    entry["complete"] = progress.index == run.steps_per_epoch  # max_steps may end it before
-    result = None
-    if validates(progress.epoch, config.epochs, config.validate_every) or finished(run):
-        result = validate_now(run)
-    blank = dict.fromkeys(Validation.__slots__)
-    recorder.epoch(entry | (asdict(result) if result else blank))
+    check_same_weights(run.model, run.comm, progress.step)  # before they are validated and saved
+    train_loss, result = _train_loss(run), None
+    complete = progress.index == run.steps_per_epoch  # max_steps may end the epoch early
+    if is_validated(progress.epoch, config.epochs, config.validate_every) or finished(run):
+        result = validate_run(run)
+    record = EpochRecord(
+        epoch=progress.epoch,
+        step=progress.step - 1,
+        train_loss=train_loss,
+        seconds=seconds,
+        complete=complete,
+        **(asdict(result) if result else {}),
+    )
+    recorder.epoch(record)
     for sample in result.samples if result else ():
-        recorder.say(f"  said  {sample['said']}\n  heard {sample['heard']}")
-    if entry["complete"]:
+        recorder.print(f"  said  {sample.said}\n  heard {sample.heard}")
+    if complete:
         progress.epoch, progress.index = progress.epoch + 1, 0
         progress.loss_sum, progress.loss_count = 0.0, 0
-    save(run, recorder, folder)
+    save(run, recorder, directory)
     return result
 
 
-def validate_now(run: Run) -> Validation:
-    """The test set with the weights of this moment."""
+def validate_run(run: Run) -> Validation:
+    """Evaluate the test set with the present weights."""
     return validate(
         run.model,
         run.corpus.test,

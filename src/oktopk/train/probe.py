@@ -1,14 +1,14 @@
-"""Was the right part of the gradient kept? A look every so many steps, at the price of dense ones.
+"""Probes measure how good the selection was, every few steps, at the cost of a dense allreduce.
 
-By the first law the sum over ranks of what was accumulated is what was delivered plus what is still
-owed. So the dense sum that a perfect selection would have seen can be had after the step, from the
-residuals: nothing in the exchange knows of it, and a run with probes has the bits of one without.
+The accumulated gradients summed over ranks are the exchanged result plus the residuals summed over
+ranks, because nothing is lost. So the dense sum, of which an exact selection would take the top k,
+can be computed after the step from the residuals. The exchange is not involved: a run with probes
+ends with the same bits as a run without.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,15 +16,16 @@ from torch import Tensor
 from oktopk.adapters.ddp.handle import Handle
 from oktopk.comm.communicator import Comm
 from oktopk.methods.selection import top_k
+from oktopk.runlog.schema import ProbeRecord
 from oktopk.stats import StepStats
 
 
 class Probe:
-    """Looks at every `every`-th step of the sparse phase.
+    """Measures every `every`-th step of the sparse phase.
 
-    Costs in such a step: one copy of the residual, a dense sum of 2n over the ranks, and an exact
-    top k on every rank; in every other one: a pass over the applied gradient, for ages. One n of
-    memory, four in a step that looks.
+    A probed step costs a copy of the residual, a dense allreduce of 2n entries, and an exact top k
+    on every rank. Every other step costs one pass over the gradient, for the ages. Memory is n
+    entries, and 4n in a probed step.
     """
 
     def __init__(
@@ -38,18 +39,18 @@ class Probe:
         self._every, self._comm, self._handle = every, comm, handle
         self._parameters = {n: p for n, p in parameters.items() if n not in dense}
         self._num_dense = sum(p.numel() for n, p in parameters.items() if n in dense)
-        self._owed: Tensor | None = None
-        self._last: Tensor | None = None  # the step an entry last arrived in, -1 before any
+        self._residual: Tensor | None = None
+        self._last: Tensor | None = None  # the step in which an entry was last exchanged
 
     def before(self, step: int) -> None:
-        """To be called before backward. Reads only."""
+        """Copy the residual if this step is probed. Called before backward."""
         due = (step + 1) % self._every == 0
-        self._owed = self._flat(self._handle.residuals) if due else None  # none yet: zeros
+        self._residual = self._flat(self._handle.residuals) if due else None
 
-    def after(self, stats: StepStats) -> dict[str, Any] | None:
-        """To be called after backward, before anything changes the gradients. Collective.
+    def after(self, stats: StepStats) -> ProbeRecord | None:
+        """Measure the step if it is probed. Called after backward, before gradients are changed.
 
-        What was found, where it was due; the same on every rank but for the ages.
+        Collective. The result is the same on every rank, except for the ages.
         """
         if stats.skipped:
             return None
@@ -57,49 +58,54 @@ class Probe:
         applied = self._flat({n: p.grad for n, p in self._parameters.items() if p.grad is not None})
         if self._last is None:
             self._last = torch.full_like(applied, stats.step - 1, dtype=torch.int32)
-        # in the dense phase zeros arrive too
-        arrived = (applied != 0) | (stats.phase == "dense")
-        self._last.masked_fill_(arrived, stats.step)
-        if stats.phase == "dense" or self._owed is None:
+        # the dense phase exchanges every entry, also zeros
+        exchanged = (applied != 0) | (stats.phase == "dense")
+        self._last.masked_fill_(exchanged, stats.step)
+        if stats.phase == "dense" or self._residual is None:
             return None
-        owed = self._flat(self._handle.residuals)
-        self._follow(self._handle.driver.lr_factors)
-        sums = torch.stack([owed, owed - self._owed])
+        residual = self._flat(self._handle.residuals)
+        self._rescale(self._handle.driver.lr_factors)
+        sums = torch.stack([residual, residual - self._residual])
         acc, grad = self._comm.all_reduce_(sums, stage="probe") / self._comm.size + applied
-        # what is applied is so much more than what was selected, and is owed
+        # the exchange applies more than it selected by this factor, and puts it into the residual
         selected = applied / (1 + self._handle.settings.overshoot_at(stats.step))
-        found = judge(acc, grad, selected, stats.k - self._num_dense)
-        ages = self._ages(owed, stats.step)
+        quality = selection_quality(acc, grad, selected, stats.k - self._num_dense)
+        ages = self._ages(residual, stats.step)
+        means = self._mean_ages(residual, stats.step)
         seconds = time.perf_counter() - started
-        return {"kind": "probe", "step": stats.step, "seconds": seconds} | found | ages
+        return ProbeRecord(step=stats.step, seconds=seconds, ages=means, **quality, **ages)
 
-    def _follow(self, factors: dict[str, float]) -> None:
-        """What was owed counted for so much more in this step."""
-        assert self._owed is not None
+    def _rescale(self, factors: dict[str, float]) -> None:
+        """Scale the copied residual as the exchange did when the learning rate changed."""
+        assert self._residual is not None
         sizes = [parameter.numel() for parameter in self._parameters.values()]
-        for name, part in zip(self._parameters, self._owed.split(sizes), strict=True):
+        for name, part in zip(self._parameters, self._residual.split(sizes), strict=True):
             part.mul_(factors.get(name, 1.0))
 
-    def _ages(self, owed: Tensor, step: int) -> dict[str, Any]:
-        """Steps since what this rank owes last arrived: of all entries, and means by tensor."""
+    def _ages(self, residual: Tensor, step: int) -> dict[str, float]:
+        """Steps since the entries in this rank's residual were last exchanged."""
         assert self._last is not None
-        waiting, since = owed != 0, (step - self._last).float()
-        sizes = [parameter.numel() for parameter in self._parameters.values()]
-        parts = zip(since.split(sizes), waiting.split(sizes), strict=True)
-        means = [part[mask].mean().item() if mask.any() else 0.0 for part, mask in parts]
-        old = since[waiting]
-        if not len(old):
-            old = since.new_zeros(1)
-        rank = max(1, round(0.9 * len(old)))
+        since = (step - self._last).float()
+        ages = since[residual != 0]
+        if not len(ages):
+            ages = since.new_zeros(1)
+        rank = max(1, round(0.9 * len(ages)))
         return {
-            "age_mean": old.mean().item(),
-            "age_90": old.kthvalue(rank).values.item(),
-            "age_most": old.max().item(),
-            "ages": dict(zip(self._parameters, means, strict=True)),
+            "age_mean": ages.mean().item(),
+            "age_90": ages.kthvalue(rank).values.item(),
+            "age_most": ages.max().item(),
         }
 
+    def _mean_ages(self, residual: Tensor, step: int) -> dict[str, float | None]:
+        """The mean age by parameter; 0 where the residual is empty."""
+        assert self._last is not None
+        sizes = [parameter.numel() for parameter in self._parameters.values()]
+        since, waiting = (step - self._last).float().split(sizes), (residual != 0).split(sizes)
+        parts = zip(self._parameters, since, waiting, strict=True)
+        return {n: age[mask].mean().item() if mask.any() else 0.0 for n, age, mask in parts}
+
     def _flat(self, tensors: dict[str, Tensor]) -> Tensor:
-        """A copy of what travels sparse, in the order of the parameters."""
+        """A flat copy of the parameters that are exchanged sparsely; zeros where one is missing."""
         parts = [
             tensors[name].detach().flatten().float()
             if name in tensors
@@ -109,20 +115,20 @@ class Probe:
         return torch.cat(parts) if parts else torch.zeros(0)
 
 
-def judge(acc: Tensor, grad: Tensor, result: Tensor, k: int) -> dict[str, float]:
-    """A result against the true top k of the mean `acc`. O(n) and one selection.
+def selection_quality(acc: Tensor, grad: Tensor, result: Tensor, k: int) -> dict[str, float]:
+    """Compare a result with the exact top k of the mean `acc`. O(n) and one selection.
 
-    `recall` is the share of the true top k that is in the result; `energy` and `best_energy` are
-    the shares of the sum of squares that the entries of the result and of the true top k hold. `xi`
-    is the distance of the result from the true top k over the norm of the mean gradient.
+    `recall` is the share of the exact top k that is in the result. `energy` and `best_energy` are
+    the shares of the sum of squares that the entries of the result and of the exact top k hold.
+    `xi` is the distance of the result from the exact top k over the norm of the mean gradient.
     """
     best, _ = top_k(acc, min(k, acc.numel()))
     top = best.to_dense()
-    wanted = torch.count_nonzero(top).item()
+    num_best = torch.count_nonzero(top).item()
     whole, norm = _energy(acc), _energy(grad) ** 0.5
     distance = _energy(top - result) ** 0.5
     return {
-        "recall": ((top != 0) & (result != 0)).sum().item() / wanted if wanted else 1.0,
+        "recall": ((top != 0) & (result != 0)).sum().item() / num_best if num_best else 1.0,
         "energy": _energy(acc[result != 0]) / whole if whole else 1.0,
         "best_energy": _energy(best.values) / whole if whole else 1.0,
         "xi": distance / norm if norm else 0.0,

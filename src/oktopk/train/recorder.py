@@ -1,132 +1,169 @@
-"""Where the metrics of a run go: the journal, TensorBoard and the person watching.
+"""Where the metrics of a run go: `metrics.jsonl`, TensorBoard and the progress bar.
 
-Every rank has a recorder, because the loss of a step is the mean over ranks; rank 0 writes.
+Every rank has a recorder, because the loss of a step is the mean over ranks; only rank 0 writes.
 """
 
 from __future__ import annotations
 
 import logging
-import signal
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from oktopk.errors import RunError, StoppedError
-from oktopk.report.histogram import spread
-from oktopk.runlog.reader import (
-    JOURNAL,
-    OVERLAPPED,
-    PARTS,
-    TIMES,
+from oktopk.runlog.aggregates import RunTotals
+from oktopk.runlog.histogram import histogram
+from oktopk.runlog.run_directory import METRICS_FILE
+from oktopk.runlog.schema import (
+    OVERLAPPED_PARTS,
+    STEP_PARTS,
+    TIMED_PARTS,
+    EndRecord,
+    EpochRecord,
+    MemoryRecord,
+    MessagesRecord,
+    ProbeRecord,
+    RankMemory,
+    RanksRecord,
+    StepRecord,
+    TensorsRecord,
+    WarningRecord,
 )
-from oktopk.runlog.totals import Totals
-from oktopk.runlog.writer import Journal
-from oktopk.train.all_or_raise import together
-from oktopk.train.console import Bar
-from oktopk.train.memory import FIELDS, memory
-from oktopk.train.run_info import opening_entry
+from oktopk.runlog.writer import RunLogWriter
+from oktopk.train.all_or_raise import all_or_raise
+from oktopk.train.console import ProgressBar
+from oktopk.train.memory import memory_usage
+from oktopk.train.run_info import run_record
 from oktopk.train.setup import Run
-from oktopk.train.tensorboard import Board
+from oktopk.train.stop import StopRequest, steps_between_checks
+from oktopk.train.tensorboard import TensorBoardWriter
 
 log = logging.getLogger("oktopk")
-STOPS = (signal.SIGTERM, signal.SIGINT)
-MOST_SECONDS = 5.0  # between two looks whether somebody asked to stop
+
+
+@dataclass(frozen=True, slots=True)
+class Sinks:
+    """What rank 0 writes to."""
+
+    runlog: RunLogWriter
+    tensorboard: TensorBoardWriter
+    progress: ProgressBar
+
+    def close(self, ignore_errors: bool) -> None:
+        for sink in (self.runlog, self.tensorboard, self.progress):
+            with suppress(OSError) if ignore_errors else nullcontext():
+                sink.close()
 
 
 class Recorder:
-    """Collects the steps between two writes. `flush` and `epoch` are collective."""
+    """Collects records between two writes. Methods that write are collective."""
 
-    def __init__(self, run: Run, folder: Path, journal_bytes: int, warnings: Warnings) -> None:
+    def __init__(
+        self,
+        run: Run,
+        directory: Path,
+        metrics_bytes: int,
+        warnings: WarningCollector,
+        stop: StopRequest,
+    ) -> None:
         self._run = run
-        self._pending: list[dict[str, Any]] = []
-        self._asked_to_stop = False
-        self.stops = False
-        """Whether some rank was asked to stop, as all ranks knew at the last flush."""
-        self._every = 1  # steps to the next flush: known alike by all ranks
-        self._memory: list[dict[str, int]] = []
-        self._probes: list[dict[str, Any]] = []
+        self._steps: list[StepRecord] = []
+        self._probes: list[ProbeRecord] = []
         self._warnings = warnings
-        self._sinks: tuple[Journal, Board, Bar] | None = None
-        self._write(lambda: self._open(folder, journal_bytes))
-        self._handlers = {number: signal.signal(number, self._note) for number in STOPS}
+        self._stop = stop
+        self._steps_to_flush = 1  # the same on all ranks
+        self._memory: list[RankMemory] = []
+        self._sinks: Sinks | None = None
+        self._write(lambda: self._open(directory, metrics_bytes))
 
-    def _open(self, folder: Path, journal_bytes: int) -> None:
-        if self._run.comm.rank == 0:
-            done = self._run.progress.step
-            journal = Journal(folder / JOURNAL, journal_bytes)
-            journal.write(opening_entry(self._run))
-            self._sinks = (
-                journal,
-                Board(folder / "tensorboard", done),
-                Bar(self._run.total_steps, done, self._run.config.log_every),
-            )
-
-    def _note(self, *_: object) -> None:
-        """Asked once, it saves first; asked twice, it ends as it would have."""
-        self._asked_to_stop = True
-        self._give_signals_back()
-
-    def _give_signals_back(self) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+    def _open(self, directory: Path, metrics_bytes: int) -> None:
+        if self._run.comm.rank != 0:
+            return
+        done = self._run.progress.step
+        runlog = RunLogWriter(directory / METRICS_FILE, metrics_bytes)
+        runlog.write(run_record(self._run))
+        self._sinks = Sinks(
+            runlog,
+            TensorBoardWriter(directory / "tensorboard", done),
+            ProgressBar(self._run.total_steps, done, self._run.config.log_every),
+        )
 
     @property
-    def journal_bytes(self) -> int:
-        """How much of the journal is written, on rank 0."""
-        return self._sinks[0].bytes if self._sinks else 0
+    def metrics_bytes(self) -> int:
+        """Bytes in `metrics.jsonl`; 0 on ranks that do not write it."""
+        return self._sinks.runlog.num_bytes if self._sinks else 0
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
+        """Print a line above the progress bar, on rank 0."""
         if self._sinks:
-            self._sinks[2].say(text)
+            self._sinks.progress.print(text)
 
-    def step(self, entry: dict[str, Any]) -> None:
-        """Take the metrics of a finished step; every few of them are written."""
-        self._pending.append(entry)
+    def step(self, record: StepRecord) -> None:
+        """Take the record of a finished step. Every few of them are written."""
+        self._steps.append(record)
         if self._run.probed is not None:
             self._probes.append(self._run.probed)
         if self._sinks:
-            self._sinks[2].step(entry)
-        if len(self._pending) >= self._every:
+            self._sinks.progress.step(record)
+        if len(self._steps) >= self._steps_to_flush:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is pending, with the loss averaged over ranks and the memory of each."""
-        run, entries, probes = self._run, self._pending, self._probes
-        self._pending, self._probes = [], []
-        if not entries:
+        """Write the collected records, with the loss averaged over ranks.
+
+        The same collective tells every rank the times and memory of all, and whether one of them
+        was asked to stop.
+        """
+        steps, probes = self._steps, self._probes
+        self._steps, self._probes = [], []
+        if not steps:
             return
-        told = [float(self._asked_to_stop)]
-        told += [sum(entry[part] for entry in entries) / len(entries) for part in TIMES]
-        told += [float(value) for value in memory(run.device).values()]
-        told += [entry["loss"] for entry in entries]
-        own = torch.tensor(told, dtype=torch.float64, device=run.device)
-        rows = run.comm.all_gather(own, stage="run")
-        stop, seconds, sizes, losses = rows.split([1, len(TIMES), len(FIELDS), len(entries)], 1)
-        self.stops = self.stops or stop.max().item() > 0
-        slowest = seconds[:, -1].max().item()
-        self._every = max(1, min(run.config.log_every, int(MOST_SECONDS / slowest)))
-        self._memory = [dict(zip(FIELDS, row, strict=True)) for row in sizes.long().tolist()]
-        times = [dict(zip(TIMES, row, strict=True)) for row in seconds.tolist()]
-        means = losses.mean(0).tolist()
+        times, losses = self._gather(steps)
 
         def write() -> None:
             if self._sinks:
-                written = [e | {"loss": loss} for e, loss in zip(entries, means, strict=True)]
-                last = {"step": entries[-1]["step"]}
-                usage = {"kind": "memory", "ranks": self._memory} | last
-                spent = {"kind": "ranks", "steps": len(entries), "seconds": times} | last
-                warned = self._warnings.taken(entries[-1]["step"])
-                self._sinks[0].write(*written, usage, spent, *probes, *warned)
-                self._sinks[1].steps(written)
-                self._sinks[1].probes(probes)
+                last = steps[-1].step
+                written = [
+                    msgspec.structs.replace(step, loss=loss)
+                    for step, loss in zip(steps, losses, strict=True)
+                ]
+                self._sinks.runlog.write(
+                    *written,
+                    MemoryRecord(ranks=self._memory, step=last),
+                    RanksRecord(steps=len(steps), seconds=times, step=last),
+                    *probes,
+                    *self._warnings.take(last),
+                )
+                self._sinks.tensorboard.write_steps(written)
+                self._sinks.tensorboard.write_probes(probes)
 
         self._write(write)
+
+    def _gather(self, steps: list[StepRecord]) -> tuple[list[dict[str, float | None]], list[float]]:
+        """Mean seconds of the parts of a step by rank, and the mean loss of each step."""
+        run, fields = self._run, RankMemory.__struct_fields__
+        row = [float(self._stop.requested)]
+        row += [sum(getattr(step, part) for step in steps) / len(steps) for part in TIMED_PARTS]
+        row += [float(value) for value in msgspec.structs.astuple(memory_usage(run.device))]
+        row += [step.loss if step.loss is not None else float("nan") for step in steps]
+        own = torch.tensor(row, dtype=torch.float64, device=run.device)
+        rows = run.comm.all_gather(own, stage="run")
+        sizes = [1, len(TIMED_PARTS), len(fields), len(steps)]
+        stop, seconds, memory, losses = rows.split(sizes, 1)
+        self._stop.share(stop.max().item() > 0)
+        slowest = seconds[:, -1].max().item()
+        self._steps_to_flush = steps_between_checks(slowest, most=run.config.log_every)
+        self._memory = [RankMemory(*values) for values in memory.long().tolist()]
+        times: list[dict[str, float | None]] = [
+            dict(zip(TIMED_PARTS, values, strict=True)) for values in seconds.tolist()
+        ]
+        return times, losses.mean(0).tolist()
 
     def _write(self, write: Callable[[], None]) -> None:
         def with_advice() -> None:
@@ -138,47 +175,45 @@ class Recorder:
                     "--resume if the run has a checkpoint"
                 ) from error
 
-        together(self._run.comm, self._run.device, "writing the metrics", with_advice)
+        all_or_raise(self._run.comm, self._run.device, "writing the metrics", with_advice)
 
-    def epoch(self, entry: dict[str, Any]) -> None:
-        """Write the metrics of a finished epoch, with the memory every rank had at its end."""
-        entry = entry | {"memory": self._memory}
+    def epoch(self, record: EpochRecord) -> None:
+        """Write the record of a finished epoch, with the memory of every rank."""
+        record = msgspec.structs.replace(record, memory=self._memory)
 
         def write() -> None:
             if self._sinks:
-                self._sinks[0].write(entry)
-                self._sinks[1].epoch(entry)
+                self._sinks.runlog.write(record)
+                self._sinks.tensorboard.write_epoch(record)
 
         self._write(write)
-        self.say(epoch_line(entry))
+        self.print(epoch_line(record))
 
     def histograms(self, step: int) -> None:
-        """Gradients and residuals of rank 0, how much of each tensor travelled, and in what.
-
-        Collective.
-        """
+        """Write gradients and residuals of rank 0 as histograms, and its message sizes."""
 
         def write() -> None:
             if self._sinks:
-                grads = {
+                gradients = {
                     name: parameter.grad
                     for name, parameter in self._run.model.named_parameters()
                     if parameter.grad is not None
                 }
-                owed = self._run.handle.residuals
-                sent = self._run.handle.comm.ledger.sizes
-                messages = {"kind": "messages", "step": step, "sent": sent}
-                self._sinks[0].write(tensors_entry(step, grads, owed), messages)
-                self._sinks[1].histograms("gradient", grads, step)
-                self._sinks[1].histograms("residual", owed, step)
+                residuals = self._run.handle.residuals
+                sent = {s: dict(n) for s, n in self._run.handle.comm.ledger.sizes.items()}
+                self._sinks.runlog.write(
+                    tensors_record(step, gradients, residuals),
+                    MessagesRecord(step=step, sent=sent),
+                )
+                self._sinks.tensorboard.write_histograms("gradient", gradients, step)
+                self._sinks.tensorboard.write_histograms("residual", residuals, step)
 
         self._write(write)
 
-    def end(self, totals: Totals, seconds: float) -> None:
-        """Write that the run finished, what all ranks sent, and how long it took. Collective."""
-        sums = {phase: asdict(part) for phase, part in totals.items()}
-        entry = {"kind": "end", "how": "finished", "text": "", "seconds": seconds, "totals": sums}
-        self._write(lambda: self._sinks[0].write(entry) if self._sinks else None)
+    def end(self, totals: RunTotals, seconds: float) -> None:
+        """Write that the run finished, the totals over all ranks, and how long it took."""
+        record = EndRecord(how="finished", text="", seconds=seconds, totals=dict(totals))
+        self._write(lambda: self._sinks.runlog.write(record) if self._sinks else None)
 
     def __enter__(self) -> Recorder:
         return self
@@ -186,22 +221,23 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, *_: object
     ) -> None:
-        """Close all; when the run failed already, a full disk is not the news."""
-        self._give_signals_back()
-        with suppress(OSError):
-            if self._sinks and kind:
-                asked = issubclass(kind, StoppedError | KeyboardInterrupt)
-                how = "stopped" if asked else "failed"
-                text = str(self._run.handle.failure or error) or kind.__name__
-                warned = self._warnings.taken(self._run.progress.step)
-                self._sinks[0].write(*warned, {"kind": "end", "how": how, "text": text})
-        for sink in self._sinks or ():
-            with suppress(OSError) if kind else nullcontext():
-                sink.close()
+        """Close everything. A full disk must not hide the error that ended the run."""
+        if self._sinks is None:
+            return
+        if kind is not None:
+            stopped = issubclass(kind, StoppedError | KeyboardInterrupt)
+            text = str(self._run.handle.failure or error) or kind.__name__
+            end = EndRecord(how="stopped" if stopped else "failed", text=text)
+            with suppress(OSError):
+                self._sinks.runlog.write(*self._warnings.take(self._run.progress.step), end)
+        self._sinks.close(ignore_errors=kind is not None)
 
 
-class Warnings(logging.Handler):
-    """Keeps what is warned of in its block until it is written; any thread may warn."""
+class WarningCollector(logging.Handler):
+    """Keeps the warnings that are logged in its block until they are written.
+
+    Any thread may log.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -210,46 +246,55 @@ class Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self._texts.append(record.getMessage())
 
-    def __enter__(self) -> Warnings:
+    def __enter__(self) -> WarningCollector:
         log.addHandler(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         log.removeHandler(self)
 
-    def taken(self, step: int) -> list[dict[str, Any]]:
-        """What came since the last call, as objects of the journal."""
+    def take(self, step: int) -> list[WarningRecord]:
+        """The warnings since the last call."""
         texts = [self._texts.popleft() for _ in range(len(self._texts))]
-        return [{"kind": "warning", "step": step, "text": text} for text in texts]
+        return [WarningRecord(step=step, text=text) for text in texts]
 
 
-def tensors_entry(step: int, grads: dict[str, Tensor], owed: dict[str, Tensor]) -> dict[str, Any]:
-    """What travelled of each tensor, the norms of what came and is owed, and their spreads."""
-    norms = {
-        "norm": {name: grad.norm().item() for name, grad in grads.items()},
-        "residual_norm": {name: residual.norm().item() for name, residual in owed.items()},
+def tensors_record(
+    step: int, gradients: dict[str, Tensor], residuals: dict[str, Tensor]
+) -> TensorsRecord:
+    """How many entries of each tensor were exchanged, and norms and histograms."""
+    groups = {"gradient": gradients, "residual": residuals}
+    return TensorsRecord(
+        step=step,
+        kept={name: int(torch.count_nonzero(grad)) for name, grad in gradients.items()},
+        of={name: grad.numel() for name, grad in gradients.items()},
+        spread={
+            name: histogram(torch.cat([tensor.flatten() for tensor in tensors.values()]))
+            for name, tensors in groups.items()
+            if tensors
+        },
+        norm={name: grad.norm().item() for name, grad in gradients.items()},
+        residual_norm={name: residual.norm().item() for name, residual in residuals.items()},
+    )
+
+
+def epoch_line(epoch: EpochRecord) -> str:
+    """An epoch in one line: losses, error rates where validated, and the time of a step by part."""
+    values = {
+        "train loss": epoch.train_loss,
+        "val loss": epoch.val_loss,
+        "WER": epoch.wer,
+        "CER": epoch.cer,
     }
-    spreads = {
-        name: spread(torch.cat([part.flatten() for part in parts.values()]))
-        for name, parts in {"gradient": grads, "residual": owed}.items()
-        if parts
-    }
-    kept = {name: int(torch.count_nonzero(grad)) for name, grad in grads.items()}
-    sizes = {name: grad.numel() for name, grad in grads.items()}
-    found = {"kind": "tensors", "step": step, "kept": kept, "of": sizes, "spread": spreads}
-    return found | norms
-
-
-def epoch_line(entry: dict[str, Any]) -> str:
-    """An epoch in one line: losses, error rates where validated, and where a step's time goes."""
-    names = {"train loss": "train_loss", "val loss": "val_loss", "WER": "wer", "CER": "cer"}
-    known = {shown: entry[name] for shown, name in names.items() if entry[name] is not None}
-    text = f"epoch {entry['epoch']}" + "".join(f"  {k} {v:.3f}" for k, v in known.items())
-    if entry["seconds"]:
-        shown = [_milliseconds(entry["seconds"], parts) for parts in (PARTS, OVERLAPPED)]
-        text += f"  (ms per step: {shown[0]}; meanwhile {shown[1]})"
+    known = "".join(f"  {name} {value:.3f}" for name, value in values.items() if value is not None)
+    text = f"epoch {epoch.epoch}{known}"
+    if epoch.seconds:
+        serial, overlapped = (
+            _milliseconds(epoch.seconds, parts) for parts in (STEP_PARTS, OVERLAPPED_PARTS)
+        )
+        text += f"  (ms per step: {serial}; overlapped: {overlapped})"
     return text
 
 
-def _milliseconds(seconds: dict[str, float], parts: tuple[str, ...]) -> str:
-    return ", ".join(f"{part} {seconds[part] * 1e3:.0f}" for part in parts)
+def _milliseconds(seconds: dict[str, float | None], parts: tuple[str, ...]) -> str:
+    return ", ".join(f"{part} {(seconds[part] or 0.0) * 1e3:.0f}" for part in parts)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and going on from one."""
+"""What a checkpoint holds, and how a run is saved to one and restored from one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
+from oktopk.engine.saved_state import taken_over
 from oktopk.errors import CheckpointError, ExchangeError, RunError
-from oktopk.runlog.reader import CHECKPOINTS
+from oktopk.runlog.aggregates import load_totals, reshard_totals
+from oktopk.runlog.run_directory import CHECKPOINT_FOLDER
 from oktopk.train import checkpoint
 from oktopk.train.checkpoint import Count
 from oktopk.train.config import (
@@ -34,18 +36,19 @@ from oktopk.utils.files import checked, file_error, one_line
 log = logging.getLogger("oktopk")
 
 FIXED = ("hidden", "layers", "bidirectional", "channels", "optimizer", "method")
-"""What the stored weights and states depend on: it cannot be changed at all."""
+"""Settings that cannot change on resume, because saved weights and states depend on them."""
 
 
-class Common(msgspec.Struct, frozen=True):
-    """`common.pt`: what all ranks have alike."""
+class CommonState(msgspec.Struct, frozen=True):
+    """`common.pt`: what is the same on all ranks."""
 
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
     config: str
     corpus: str
     steps_per_epoch: Annotated[int, Meta(ge=1, le=2**63 - 1)]
-    journal_bytes: Count
+    metrics_bytes: Count = msgspec.field(name="journal_bytes")
+    """Bytes of `metrics.jsonl` when the checkpoint was saved."""
 
 
 class SavedProgress(msgspec.Struct, frozen=True):
@@ -61,8 +64,8 @@ class SavedProgress(msgspec.Struct, frozen=True):
 Sums = Annotated[list[Count], Meta(min_length=7, max_length=7)]
 
 
-class Own(msgspec.Struct, frozen=True):
-    """`rank-R.pt`: what a rank has for itself."""
+class RankState(msgspec.Struct, frozen=True):
+    """`rank-R.pt`: what differs between ranks."""
 
     handle: dict[str, Any]
     buffers: dict[str, Tensor]
@@ -73,8 +76,8 @@ class Own(msgspec.Struct, frozen=True):
     cuda_random: Tensor | None = None
 
 
-def save(run: Run, recorder: Recorder, folder: Path) -> None:
-    """Write a checkpoint of everything and drop the oldest."""
+def save(run: Run, recorder: Recorder, directory: Path) -> None:
+    """Save a checkpoint and delete the oldest. Collective."""
     recorder.flush()
     own = {
         "handle": run.handle.state_dict(),
@@ -94,67 +97,69 @@ def save(run: Run, recorder: Recorder, folder: Path) -> None:
             "config": to_toml(run.config),
             "corpus": run.corpus.fingerprint(),
             "steps_per_epoch": run.steps_per_epoch,
-            "journal_bytes": recorder.journal_bytes,
+            "journal_bytes": recorder.metrics_bytes,
         }
-    place = folder / CHECKPOINTS
-    checkpoint.save(place, run.progress.step, contents, run.comm, run.device)
+    folder = directory / CHECKPOINT_FOLDER
+    checkpoint.save(folder, run.progress.step, contents, run.comm, run.device)
     if run.place.local_rank == 0:
-        checkpoint.prune(place, run.config.keep)
+        checkpoint.prune(folder, run.config.keep)
 
 
 def restore(run: Run, path: Path, given: Collection[str]) -> int:
-    """Go on from a checkpoint; returns how much of the journal belongs to it.
+    """Restore a checkpoint; returns the bytes of `metrics.jsonl` that belong to it.
 
-    `given` are the settings on the command line: only those may have changed. With another number
-    of ranks the epoch goes on after the utterances that were done, and the residuals of the old
-    ranks are shared out; only with the same number are the bits those of one run.
+    `given` are the settings on the command line: only those may have changed. If the world size has
+    changed, the epoch continues after the utterances that are done, and the saved residuals are
+    distributed over the ranks. With the same world size, the run ends with the same bits as if it
+    had not been interrupted.
     """
-    facts, common, owns = _read(run, path)
-    run.changed = _compare(run, common, path, given)
-    same = facts.world_size == run.comm.size
-    if not same:
-        run.changed["workers"] = (facts.world_size, run.comm.size)
+    info, common, states = _read(run, path)
+    run.changed = _changed_settings(run, common, path, given)
+    same_size = info.world_size == run.comm.size
+    if not same_size:
+        run.changed["workers"] = (info.world_size, run.comm.size)
     for name, (old, new) in run.changed.items() if run.comm.rank == 0 else ():
         log.info("changed on resume: %s %s -> %s", name, old, new)
-    mine = owns[run.comm.rank % len(owns)]
-    with _fitting(path):
+    mine = states[run.comm.rank % len(states)]
+    with _as_checkpoint_error(path):
         run.model.load_state_dict(common.model)
         run.model.load_state_dict(mine.buffers, strict=False)
         run.optimizer.load_state_dict(common.optimizer)
-        run.handle.load_state_dict(mine.handle if same else [own.handle for own in owns])
+        run.handle.load_state_dict(mine.handle if same_size else [state.handle for state in states])
         torch.set_rng_state(mine.random)
         if run.device.type == "cuda" and mine.cuda_random is not None:
             torch.cuda.set_rng_state(mine.cuda_random, run.device)
     for key, value in msgspec.structs.asdict(mine.progress).items():
         setattr(run.progress, key, value)
-    if same:
-        run.totals.load(mine.totals)
+    if same_size:
+        run.totals = load_totals(mine.totals)
     else:
-        _share_out(run, owns)
+        _reshard(run, states)
     run.skipped_in_a_row = mine.skipped_in_a_row
-    _find_place(run, common.steps_per_epoch)
-    return common.journal_bytes
+    _set_position(run, common.steps_per_epoch)
+    return common.metrics_bytes
 
 
-def _read(run: Run, path: Path) -> tuple[checkpoint.Complete, Common, list[Own]]:
-    """The files of a checkpoint, with their types checked, and all of the same step."""
-    facts, common, owns = checkpoint.load(path, run.comm)
+def _read(run: Run, path: Path) -> tuple[checkpoint.CheckpointInfo, CommonState, list[RankState]]:
+    """Read the files of a checkpoint, and check their types and that all are of the same step."""
+    info, common, ranks = checkpoint.load(path, run.comm)
     advice = f"to resume from an earlier checkpoint, move {path} away"
-    names = checkpoint.needed(facts, run.comm)
-    content = checked(common, Common, path / names[0], advice)
-    own = [
-        checked(one, Own, path / name, advice) for one, name in zip(owns, names[1:], strict=True)
+    common_name, *names = checkpoint.files_to_read(info, run.comm)
+    common_state = checked(common, CommonState, path / common_name, advice)
+    states = [
+        checked(content, RankState, path / name, advice)
+        for content, name in zip(ranks, names, strict=True)
     ]
-    for one, name in zip(own, names[1:], strict=True):
-        if one.progress.step != facts.step:
-            problem = f"is of step {one.progress.step}, and the checkpoint of step {facts.step}"
+    for state, name in zip(states, names, strict=True):
+        if state.progress.step != info.step:
+            problem = f"is of step {state.progress.step}, and the checkpoint of step {info.step}"
             raise file_error(path / name, problem, place="progress.step", advice=advice)
-    return facts, content, own
+    return info, common_state, states
 
 
 @contextmanager
-def _fitting(path: Path) -> Iterator[None]:
-    """Tell what does not fit in one sentence: torch's errors have many types and lines."""
+def _as_checkpoint_error(path: Path) -> Iterator[None]:
+    """Raise what torch says about an unfit state as one sentence that names the checkpoint."""
     try:
         yield
     except (RunError, ExchangeError):
@@ -166,10 +171,13 @@ def _fitting(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _compare(
-    run: Run, common: Common, path: Path, given: Collection[str]
+def _changed_settings(
+    run: Run, common: CommonState, path: Path, given: Collection[str]
 ) -> dict[str, tuple[Any, Any]]:
-    """The settings that have changed. Refuse another model or corpus, and what nobody asked for."""
+    """The settings that have changed since the checkpoint: old and new value.
+
+    Raise if the model or the corpus is a different one, or if a setting changed without a flag.
+    """
     stored: Config = parse(
         common.config, "stored", f"{path / checkpoint.COMMON}: config", whole=True
     )
@@ -200,17 +208,17 @@ def _compare(
     return changed
 
 
-def _share_out(run: Run, owns: list[Own]) -> None:
-    """The sums of other ranks, so that the sum over ranks stays what it was."""
-    rank, size = run.comm.rank, run.comm.size
-    run.totals.take_over([own.totals for own in owns], rank, size)
-    past = [own.progress for own in owns[rank::size]]
+def _reshard(run: Run, states: list[RankState]) -> None:
+    """Distribute losses and bytes over the ranks; their sums over ranks stay the same."""
+    rank, world_size = run.comm.rank, run.comm.size
+    run.totals = reshard_totals([state.totals for state in states], rank, world_size)
+    past = [state.progress for state in taken_over(states, rank, world_size)]
     run.progress.loss_sum = sum(progress.loss_sum for progress in past)
     run.progress.loss_count = sum(progress.loss_count for progress in past)
 
 
-def _find_place(run: Run, steps_per_epoch: int) -> None:
-    """The same place in the epoch, in steps of the present batches and ranks."""
+def _set_position(run: Run, steps_per_epoch: int) -> None:
+    """Continue at the same share of the epoch, counted in steps of the present batch and ranks."""
     progress = run.progress
     if steps_per_epoch != run.steps_per_epoch:
         done = progress.index / steps_per_epoch

@@ -1,4 +1,4 @@
-"""What is known when a run begins: for whoever reads its journal later."""
+"""What is known when a run begins: its size and settings, versions and the machine."""
 
 from __future__ import annotations
 
@@ -12,56 +12,55 @@ from typing import Any
 import numpy
 import torch
 
+from oktopk.runlog.schema import RunRecord, TensorInfo
 from oktopk.train.setup import Run
 from oktopk.version import __version__
 
 
-def opening_entry(run: Run) -> dict[str, Any]:
-    """The journal's first object, and the first after each resume."""
-    return {
-        "kind": "run",
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "step": run.progress.step,
-        "size": run.comm.size,
-        "total_steps": run.total_steps,
-        "steps_per_epoch": run.steps_per_epoch,
-        "settings": asdict(run.handle.settings),
-        "changed": run.changed,
-        "utterances": {"train": len(run.corpus.train), "test": len(run.corpus.test)},
-        "tensors": tensors(run.model),
-        "versions": versions(),
-        "machine": machine(run.device),
-    }
+def run_record(run: Run) -> RunRecord:
+    """The first record of `metrics.jsonl`, and the first after each resume."""
+    return RunRecord(
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        step=run.progress.step,
+        size=run.comm.size,
+        total_steps=run.total_steps,
+        steps_per_epoch=run.steps_per_epoch,
+        settings=asdict(run.handle.settings),
+        changed={name: list(pair) for name, pair in run.changed.items()},
+        utterances={"train": len(run.corpus.train), "test": len(run.corpus.test)},
+        tensors=tensor_info(run.model),
+        versions=versions(),
+        machine=machine(run.device),
+    )
 
 
-def tensors(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
-    """Size and kind of every parameter; the kind is its layer's class and its own name there."""
+def tensor_info(model: torch.nn.Module) -> dict[str, TensorInfo]:
+    """Size and kind of every parameter, by name."""
     found = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            whole = f"{path}.{name}" if path else name
+            full_name = f"{path}.{name}" if path else name
             kind = f"{type(module).__name__} {name.split('_l')[0]}"  # weight_ih_l0_reverse
-            found[whole] = {"numel": parameter.numel(), "kind": kind}
+            found[full_name] = TensorInfo(parameter.numel(), kind)
     return found
 
 
 def versions() -> dict[str, str]:
     return {
         "oktopk": __version__,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "numpy": numpy.__version__,
         "python": platform.python_version(),
     }
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Rank 0's machine, without names that say whose it is."""
-    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """The machine of rank 0, without names that tell whose it is."""
     found = {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
-        "memory": pages,
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "threads": torch.get_num_threads(),
         "device": device.type,
     }
@@ -71,7 +70,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The name the kernel gives it; platform.processor() is empty on most Linux machines."""
+    """The kernel's name for it; `platform.processor()` is empty on most Linux machines."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

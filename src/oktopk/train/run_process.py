@@ -1,68 +1,116 @@
-"""A training run as a process of its own: started, waited for, ended within bounds."""
+"""Training runs in processes of their own, for commands that train several runs in turn."""
 
 from __future__ import annotations
 
 import os
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from oktopk.errors import RunError
 from oktopk.launch.local_workers import AFTER_SIGNAL, LaunchError, find_place
 from oktopk.launch.parent_watchdog import LINE, lifeline
+from oktopk.runlog.reader import RunLog, read_runlog
+from oktopk.runlog.run_directory import METRICS_FILE
+from oktopk.runlog.schema import Record
+from oktopk.runlog.tail import RunLogTail
 from oktopk.train.config import (
     Config,
     as_flag,
     changes,
     load,
 )
-from oktopk.utils.signals import InterruptedBySignal
 
-PATIENCE = AFTER_SIGNAL + 10.0
-"""Seconds a run has to save and leave; its own workers have AFTER_SIGNAL of them."""
-ALWAYS = ("runs", "name", "workers")
-"""Flags that are always there: a launcher with one place would decide the last."""
-NO_MATTER = (
+SECONDS_TO_SAVE = AFTER_SIGNAL + 10.0
+"""Seconds that a run has to save and exit; its workers have AFTER_SIGNAL of them."""
+POLL_SECONDS = 0.5
+ALWAYS_GIVEN = ("runs", "name", "workers")
+"""Flags that are always given. Without --workers, a launcher with one rank would set it."""
+IRRELEVANT_SETTINGS = (
     *("name", "runs", "timeout", "cache", "log_every", "probe_every", "histogram_every"),
     *("keep", "samples"),
 )
-"""Settings that may be another when a comparison or a sweep goes on: the training is the same."""
+"""Settings that may change when a comparison or a sweep continues: the training is the same."""
 SHOWN_LINES = 12
+
+ShouldStop = Callable[[list[Record]], bool]
+"""Takes the records that are new, and says whether the run is to be ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How the process of a run ended, and what the run recorded."""
+
+    exit_code: int | None
+    """None if the run was ended early."""
+
+    runlog: RunLog
 
 
 def flags(config: Config, base: str) -> list[str]:
-    """The flags of `oktopk train` that make this config of the one called `base`."""
+    """The flags of `oktopk train` that turn the config called `base` into this one."""
     differing = changes(load(base), config)
-    given = {name: getattr(config, name) for name in ALWAYS}
+    given = {name: getattr(config, name) for name in ALWAYS_GIVEN}
     given |= {name: new for name, (_, new) in differing.items()}
     return ["--config", base, *(word for pair in given.items() for word in as_flag(*pair))]
 
 
 def command_line(config: Config, base: str) -> str:
-    """The same for people."""
+    """The command that trains this config, as a user would type it."""
     return shlex.join(["oktopk", "train", *flags(config, base)])
+
+
+def directory_of(config: Config) -> Path:
+    """The directory that a run in a comparison or a sweep has."""
+    return Path(config.runs) / config.name
+
+
+def log_of(config: Config) -> Path:
+    """The file with the output of a run."""
+    return Path(config.runs) / f"{config.name}.log"
+
+
+def train_in_process(config: Config, base: str, should_stop: ShouldStop | None = None) -> RunResult:
+    """Run `oktopk train --resume` until it ends, or until `should_stop`; it saves before it exits.
+
+    `base` is the name of the config that `config` differs from.
+    """
+    with started(config, base, log_of(config)) as process:
+        code = process.wait() if should_stop is None else _watch(process, config, should_stop)
+    return RunResult(code, read_runlog(directory_of(config)))
+
+
+def _watch(process: subprocess.Popen, config: Config, should_stop: ShouldStop) -> int | None:
+    tail = RunLogTail(directory_of(config) / METRICS_FILE)
+    while True:
+        code = process.poll()  # before the records are read: nothing is written after the end
+        stop = should_stop(tail.read()[1])
+        if code is not None or stop:
+            return code
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(POLL_SECONDS)
 
 
 @contextmanager
 def started(config: Config, base: str, log: Path) -> Iterator[subprocess.Popen]:
-    """`oktopk train --resume` with its output in a file; it ends with the block, whatever ends it.
+    """Start `oktopk train --resume` with its output in a file, and end it with the block.
 
-    In a session of its own: Ctrl-C reaches this process, which passes it on once. It also ends when
-    this process is killed.
+    The process has a session of its own, so that Ctrl-C reaches only this process, which passes it
+    on once. The parent watchdog ends it when this process is killed.
     """
     command = [sys.executable, "-m", "oktopk", "train", *flags(config, base), "--resume"]
     with lifeline() as line:
-        with log.open("ab") as said:
+        with log.open("ab") as output:
             process = subprocess.Popen(
                 command,
                 env={**os.environ, LINE: str(line)},
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 pass_fds=[line],
                 start_new_session=True,
             )
@@ -72,29 +120,29 @@ def started(config: Config, base: str, log: Path) -> Iterator[subprocess.Popen]:
             end(process)
 
 
-def end(process: subprocess.Popen, patience: float = PATIENCE) -> None:
-    """Ask it to save and leave, and kill it when it does not. Workers end with their starter."""
+def end(process: subprocess.Popen, seconds: float = SECONDS_TO_SAVE) -> None:
+    """Ask a run to save and exit, and kill it if it does not. Its workers exit with it."""
     if process.poll() is not None:
         return
     process.terminate()
     try:
-        process.wait(patience)
+        process.wait(seconds)
     except subprocess.TimeoutExpired:
         pass
-    finally:  # Ctrl-C again while waiting: no more patience
+    finally:  # also if Ctrl-C comes again while waiting
         if process.poll() is None:
             process.kill()
             process.wait()
 
 
-def tail(log: Path) -> str:
-    """The last lines of what a run said."""
+def last_lines(log: Path) -> str:
+    """The end of the output of a run, indented."""
     lines = log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
     return "".join(f"  | {line}\n" for line in lines)
 
 
-def answered(what: str, act: Callable[[], int]) -> int:
-    """The exit code of a command that starts runs; its errors are told in one line."""
+def exit_code_of(what: str, act: Callable[[], int]) -> int:
+    """Run a command that starts runs, and print its errors in one line. Returns the exit code."""
     _refuse_launchers(what)
     try:
         return act()
@@ -107,24 +155,10 @@ def answered(what: str, act: Callable[[], int]) -> int:
 
 
 def _refuse_launchers(what: str) -> None:
-    """These commands start their runs one after the other, so they must be there once."""
+    """Raise if a launcher started this command on several ranks: it starts workers itself."""
     place = find_place()
     if place is not None and place.size > 1:
         raise LaunchError(
             f"{what} starts its workers itself, and this is {place}: start it once, without a "
             "launcher"
         )
-
-
-@contextmanager
-def leaving_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block like an error would, so that a run that was started is not left."""
-
-    def leave(number: int, _: object) -> None:
-        raise InterruptedBySignal(number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

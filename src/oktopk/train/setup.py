@@ -1,4 +1,4 @@
-"""What a run is made of: the corpus, the model under DDP with oktopk attached, the optimizer."""
+"""Set up a run: the corpus, the model in DDP with oktopk attached, the optimizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -20,9 +20,9 @@ from oktopk.comm.communicator import Comm
 from oktopk.errors import RunError
 from oktopk.launch.local_workers import Place
 from oktopk.optim.presets import FIELDS
-from oktopk.runlog.totals import Totals
-from oktopk.settings import Scope
-from oktopk.train.all_or_raise import same_data, together
+from oktopk.runlog.aggregates import RunTotals
+from oktopk.runlog.schema import ProbeRecord
+from oktopk.train.all_or_raise import all_or_raise, check_same_data
 from oktopk.train.config import Config
 from oktopk.train.data.features import Spectra, open_spectra
 from oktopk.train.data.manifest import (
@@ -31,16 +31,15 @@ from oktopk.train.data.manifest import (
     find_manifests,
     read_manifest,
 )
-from oktopk.train.data.speak import speak
+from oktopk.train.data.synthesis import synthesize_corpus
 from oktopk.train.models.lstman4 import Lstman4
 from oktopk.train.probe import Probe
-from oktopk.wire.codec import CodecName
 
 log = logging.getLogger("oktopk")
 
 DATA = Path("data")
-# Each rank keeps the statistics of its batches, and validation averages them. torch 2.13 renamed
-# the argument.
+# Each rank keeps the batch-norm statistics of its own batches, and validation averages them.
+# torch 2.13 renamed the argument.
 _NAMES = signature(DistributedDataParallel.__init__).parameters
 _OWN = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
 OWN_BUFFERS: dict[str, Any] = {_OWN: False}
@@ -48,14 +47,14 @@ OWN_BUFFERS: dict[str, Any] = {_OWN: False}
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run stands. With the seed it says which batches come next."""
+    """How far a run is. Together with the seed it determines the next batches."""
 
     epoch: int = 0
     index: int = 0
     """Steps finished in this epoch."""
 
     step: int = 0
-    """Steps finished in all."""
+    """Steps finished in the whole run."""
 
     loss_sum: float = 0.0
     """This rank's losses in this epoch, summed over `loss_count` backward passes."""
@@ -73,14 +72,14 @@ class Corpus:
     test_spectra: Spectra
 
     def fingerprint(self) -> str:
-        """The same for the same recordings and transcripts, wherever they lie."""
-        said = [f"{u.audio.name}\t{u.text}\t{u.seconds}\n" for u in (*self.train, *self.test)]
-        return hashlib.sha256("".join(said).encode()).hexdigest()
+        """A hash of names, transcripts and durations; it does not depend on the folder."""
+        lines = [f"{u.audio.name}\t{u.text}\t{u.seconds}\n" for u in (*self.train, *self.test)]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 @dataclass(slots=True)
 class Run:
-    """All that a training run holds on one rank."""
+    """The state of a training run on one rank."""
 
     config: Config
     comm: Comm
@@ -93,56 +92,56 @@ class Run:
     handle: Handle
     steps_per_epoch: int
     planned_steps: int
-    """Steps of all epochs: what the learning rate follows."""
+    """Steps of all epochs, which the learning rate schedule is made for."""
 
     total_steps: int
-    """Steps until the run ends: `max_steps` may end it before."""
+    """Steps until the run ends: `max_steps` may end it earlier."""
 
     progress: Progress = field(default_factory=Progress)
-    totals: Totals = field(default_factory=Totals)
+    totals: RunTotals = field(default_factory=RunTotals)
     skipped_in_a_row: int = 0
     probe: Probe | None = None
     changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """Settings that were changed when the run was resumed: before and now."""
+    """Settings that were changed when the run was resumed: old and new value."""
 
-    probed: dict[str, Any] | None = None
-    """What the probe found in the last step."""
+    probed: ProbeRecord | None = None
+    """What the probe measured in the last step; None if the step was not probed."""
 
 
-def spoken_folder(config: Config) -> Path:
-    """Where a corpus that was spoken is kept for the next run."""
+def synthetic_corpus(config: Config) -> Path:
+    """The folder of the synthesized corpus, which later runs use again."""
     return DATA / f"spoken-{config.spoken_train}-{config.spoken_test}"
 
 
 def prepare_corpus(config: Config, comm: Comm, device: torch.device, place: Place) -> Corpus:
-    """Speak the corpus if there is none, check it, compute its spectrograms; once per machine."""
-    folder = Path(config.data) if config.data else spoken_folder(config)
+    """Synthesize a corpus if there is none, check it, compute spectrograms; once per machine."""
+    folder = Path(config.data) if config.data else synthetic_corpus(config)
     cache = Path(config.cache) if config.cache else folder / "cache"
 
     def first() -> Corpus | None:
         if place.local_rank != 0:
             return None
         if not config.data and not folder.exists():
-            log.info("speaking a corpus into %s", folder)
-            _speak(folder, config)
+            log.info("synthesizing a corpus in %s", folder)
+            _synthesize(folder, config)
         corpus = _open(folder, cache)
         check(corpus.train, corpus.test)
         return corpus
 
-    ready = together(comm, device, "preparing the data", first)
-    corpus = together(comm, device, "reading the data", lambda: ready or _open(folder, cache))
-    same_data(comm, device, str(folder), corpus.fingerprint())
+    ready = all_or_raise(comm, device, "preparing the data", first)
+    corpus = all_or_raise(comm, device, "reading the data", lambda: ready or _open(folder, cache))
+    check_same_data(comm, device, str(folder), corpus.fingerprint())
     return corpus
 
 
-def _speak(folder: Path, config: Config) -> None:
-    """Speak beside the folder and move it there whole: other machines may do so at once."""
+def _synthesize(folder: Path, config: Config) -> None:
+    """Synthesize in a temporary folder and rename it: other machines may do so at the same time."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as draft:
-        spoken = Path(draft) / folder.name
-        speak(spoken, train=config.spoken_train, test=config.spoken_test)
+        corpus = Path(draft) / folder.name
+        synthesize_corpus(corpus, train=config.spoken_train, test=config.spoken_test)
         try:
-            spoken.rename(folder)
+            corpus.rename(folder)
         except OSError:
             if not folder.exists():
                 raise
@@ -154,15 +153,15 @@ def _open(folder: Path, cache: Path) -> Corpus:
 
 
 def make_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
-    """SGD with momentum as in the reference, or AdamW."""
+    """SGD with momentum as in the original code, or AdamW."""
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.optimizer == "adamw":
         return AdamW(model.parameters(), **common)
     return SGD(model.parameters(), momentum=config.momentum, **common)
 
 
-def remedies(config: Config) -> dict[str, Any]:
-    """What the config says of remedies; the rest is as suits the optimizer."""
+def preset_options(config: Config) -> dict[str, Any]:
+    """Arguments of `attach` with which the config overrides the optimizer's preset."""
     chosen: dict[str, Any] = dict.fromkeys(FIELDS, False) if config.remedies == "none" else {}
     for name, option in {"beta1": "max_beta1", "advance": "overshoot"}.items():
         if getattr(config, name) != -1:
@@ -174,22 +173,30 @@ def remedies(config: Config) -> dict[str, Any]:
     return chosen
 
 
-def say_what_is_idle(config: Config) -> None:
-    """Nothing comes late when everything is sent: remedies set by hand do nothing then."""
-    by_hand = remedies(replace(config, remedies="auto"))
+def log_unused_options(config: Config) -> None:
+    """Log the preset options that have no effect, because `dense` has no residuals."""
+    by_hand = preset_options(replace(config, remedies="auto"))
     if config.method == "dense" and by_hand:
         log.info("%s: without effect, since dense sends everything", ", ".join(by_hand))
 
 
+def exchange_options(config: Config) -> dict[str, Any]:
+    """The arguments of `attach` that the config decides."""
+    same_names = ("method", "density", "wire", "warmup_steps", "ramp_steps", "exact_every")
+    same_names += ("bounds_every", "scope", "timeout")
+    options = {name: getattr(config, name) for name in same_names}
+    return options | preset_options(config) | {"clip_before": config.clip_before or None}
+
+
 def make_probe(config: Config, model: Lstman4, handle: Handle, comm: Comm) -> Probe | None:
-    """The probe, where one is asked for."""
+    """The probe, if the config has one."""
     if not config.probe_every:
         return None
     return Probe(config.probe_every, dict(model.named_parameters()), handle, comm)
 
 
 def set_up(config: Config, comm: Comm, device: torch.device, place: Place) -> Run:
-    """Make everything; every rank starts from the weights of rank 0."""
+    """Set up everything. DDP gives every rank the weights of rank 0."""
     corpus = prepare_corpus(config, comm, device, place)
     per_step = config.batch * comm.size * config.accumulate
     steps_per_epoch = len(corpus.train) // per_step
@@ -215,22 +222,12 @@ def set_up(config: Config, comm: Comm, device: torch.device, place: Place) -> Ru
         **OWN_BUFFERS,
     )
     optimizer = make_optimizer(config, model)
-    say_what_is_idle(config)
+    log_unused_options(config)
     handle = oktopk.attach(
         ddp,
         optimizer=optimizer,
-        method=config.method,
-        density=config.density,
-        wire=cast(CodecName, config.wire),
-        warmup_steps=config.warmup_steps,
-        ramp_steps=config.ramp_steps,
-        exact_every=config.exact_every,
-        bounds_every=config.bounds_every,
-        scope=cast(Scope, config.scope),
-        **remedies(config),
-        clip_before=config.clip_before or None,
         total_steps=total if comm.rank == 0 else None,
-        timeout=config.timeout,
+        **exchange_options(config),
     )
     return Run(
         config=config,

@@ -1,33 +1,34 @@
-"""One optimizer step, timed in parts that add up."""
+"""One optimizer step, with the seconds of its parts."""
 
 from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from typing import Any
 
 from torch.nn.utils import clip_grad_norm_
 
 from oktopk.errors import DivergedError
-from oktopk.runlog.reader import PARTS
+from oktopk.runlog.schema import STEP_PARTS, StepRecord, step_record
 from oktopk.train.data.batches import collate
 from oktopk.train.models.lstman4 import ctc_loss
 from oktopk.train.schedule import learning_rate
 from oktopk.train.setup import Run
 
-PATIENCE = 20
+MAX_SKIPPED = 20
+"""Steps without a finite gradient in a row after which a run ends."""
 
 
-def take_step(run: Run, batches: list[list[int]]) -> dict[str, Any]:
-    """Average the gradients of some batches over all ranks and apply them; the step's metrics.
+def take_step(run: Run, batches: list[list[int]]) -> StepRecord:
+    """Average the gradients of some batches over all ranks and apply them.
 
-    `loss` is this rank's. A step with a NaN on any rank is applied by none.
+    The loss in the record is that of this rank. If a gradient has a NaN on any rank, no rank
+    applies the step.
     """
     config, progress = run.config, run.progress
     rate = learning_rate(config, progress.epoch, progress.step, run.planned_steps)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
-    seconds = dict.fromkeys((*PARTS, "probe"), 0.0)
+    seconds = dict.fromkeys((*STEP_PARTS, "probe"), 0.0)
     if run.probe is not None:
         run.probe.before(progress.step)
     started = time.perf_counter()
@@ -40,30 +41,36 @@ def take_step(run: Run, batches: list[list[int]]) -> dict[str, Any]:
     assert stats is not None and stats.step == progress.step, (stats, progress)
     seconds["exposed"] = stats.exposed
     seconds["backward"] = max(0.0, seconds["backward"] - stats.exposed)
-    with _timed(seconds, "probe"):
+    with _Timer(seconds, "probe"):
         run.probed = run.probe.after(stats) if run.probe is not None else None
-    with _timed(seconds, "optimizer"):
+    with _Timer(seconds, "optimizer"):
         if not stats.skipped:
             if config.clip_after:
                 clip_grad_norm_(run.model.parameters(), config.clip_after)
             run.optimizer.step()
-    whole = time.perf_counter() - started - seconds.pop("probe")  # a run without has none
-    _watch(run, stats.skipped)
-    run.totals.add(stats, whole)
-    if not stats.skipped:  # one NaN must not be the epoch's mean
+    whole = time.perf_counter() - started - seconds.pop("probe")  # probes do not count
+    _check_diverged(run, stats.skipped)
+    record = step_record(
+        stats,
+        epoch=progress.epoch,
+        loss=sum(losses) / len(losses),
+        lr=rate,
+        seconds=seconds | {"whole": whole},
+    )
+    run.totals.add(record)
+    if not stats.skipped:  # a NaN would make the mean of the epoch NaN
         progress.loss_sum += sum(losses)
         progress.loss_count += len(losses)
     progress.step += 1
     progress.index += 1
-    found = {"kind": "step", "epoch": progress.epoch, "loss": sum(losses) / len(losses), "lr": rate}
-    return found | stats.as_dict() | seconds | {"whole": whole}
+    return record
 
 
 def _backward(
     run: Run, indices: list[int], synced: bool, parts: int, seconds: dict[str, float]
 ) -> float:
     config, corpus = run.config, run.corpus
-    with _timed(seconds, "data"):
+    with _Timer(seconds, "data"):
         batch = collate(
             corpus.train_spectra,
             corpus.train,
@@ -76,16 +83,16 @@ def _backward(
         targets = batch.targets.to(run.device)
         target_lengths = batch.target_lengths.to(run.device)
     with nullcontext() if synced else run.ddp.no_sync():
-        with _timed(seconds, "forward"):
+        with _Timer(seconds, "forward"):
             log_probs, lengths = run.ddp(inputs, lengths)
             loss = ctc_loss(log_probs, lengths, targets, target_lengths).mean()
-        with _timed(seconds, "backward"):
+        with _Timer(seconds, "backward"):
             (loss / parts).backward()
     return loss.item()
 
 
-class _timed:  # noqa: N801 - reads as a statement
-    """Add the seconds of a block to a part."""
+class _Timer:
+    """Adds the seconds of its block to a part."""
 
     def __init__(self, seconds: dict[str, float], part: str) -> None:
         self._seconds, self._part = seconds, part
@@ -97,12 +104,12 @@ class _timed:  # noqa: N801 - reads as a statement
         self._seconds[self._part] += time.perf_counter() - self._since
 
 
-def _watch(run: Run, skipped: bool) -> None:
-    """All ranks skip together, so all of them give up together."""
+def _check_diverged(run: Run, skipped: bool) -> None:
+    """End the run after too many skipped steps. All ranks skip the same steps, so all end."""
     run.skipped_in_a_row = run.skipped_in_a_row + 1 if skipped else 0
-    if run.skipped_in_a_row >= PATIENCE:
+    if run.skipped_in_a_row >= MAX_SKIPPED:
         raise DivergedError(
-            f"rank {run.comm.rank}: no finite gradient in the last {PATIENCE} steps, up to step "
+            f"rank {run.comm.rank}: no finite gradient in the last {MAX_SKIPPED} steps, up to step "
             f"{run.progress.step}: lower lr ({run.config.lr:g}) or set clip_before, and start "
             "again, with --resume if the run has a checkpoint"
         )

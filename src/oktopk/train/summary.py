@@ -1,46 +1,41 @@
-"""The end of a run in a few lines."""
+"""The summary that `oktopk train` prints when a run has finished."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from oktopk.runlog.totals import Totals
+from oktopk.runlog.aggregates import RunTotals
+from oktopk.runlog.schema import PhaseTotals
 from oktopk.train.validate import Validation
 from oktopk.utils.units import clock, size
 
 
 def summary(
-    result: Validation | None, totals: Totals, seconds: float, folder: Path, workers: int
+    result: Validation | None, totals: RunTotals, seconds: float, directory: Path, workers: int
 ) -> str:
-    """Error rates, bytes by phase against dense, time, and where everything is."""
+    """Error rates, bytes by phase compared with dense, the time, and where the files are."""
     lines = [f"finished in {clock(seconds)}"]
     if result is None:
-        lines.append("nothing was left to do: raise --epochs or --max-steps to go on")
+        lines.append("nothing was left to do: raise --epochs or --max-steps to train longer")
     else:
         lines.append(
             f"WER {result.wer:.3f}, CER {result.cer:.3f}, validation loss {result.val_loss:.3f} "
             f"on {result.utterances} utterances"
         )
     lines.append(f"{'':12} {'steps':>6} {'ms/step':>8} {'sent':>10} {'as dense':>10} {'ratio':>7}")
-    rows = {f"{phase} phase": sums for phase, sums in totals.items()}
-    for name, sums in rows.items():
-        lines.append(_row(name, sums.steps, sums.microseconds, sums.bytes_sent, sums.bytes_dense))
-    whole = [
-        sum(getattr(sums, name) for sums in totals.values())
-        for name in ("steps", "microseconds", "bytes_sent", "bytes_dense")
-    ]
-    lines.append(_row("whole run", *whole))
+    lines += [_row(f"{phase} phase", sums) for phase, sums in totals.items()]
+    lines.append(_row("whole run", totals.whole))
     of = f"all {workers} workers" if workers > 1 else "the one worker"
     lines.append(f"bytes are those of {of}, headers included")
-    skipped = sum(sums.skipped for sums in totals.values())
-    if skipped:
-        lines.append(f"{skipped} steps were skipped: a gradient was not finite")
-    lines.append(f"run folder: {folder} (metrics.jsonl, tensorboard, checkpoints, config.toml)")
-    lines.append(f"to look at it: {folder / 'report.html'}")
+    if totals.whole.skipped:
+        lines.append(f"{totals.whole.skipped} steps were skipped: a gradient was not finite")
+    lines.append(f"run folder: {directory} (metrics.jsonl, tensorboard, checkpoints, config.toml)")
+    lines.append(f"to look at it: {directory / 'report.html'}")
     return "\n".join(lines)
 
 
-def _row(name: str, steps: int, microseconds: int, sent: int, dense: int) -> str:
-    each = f"{microseconds / steps / 1e3:.0f}" if steps else "-"
-    ratio = f"{dense / sent:.1f}x" if sent else "-"
-    return f"{name:12} {steps:6} {each:>8} {size(sent):>10} {size(dense):>10} {ratio:>7}"
+def _row(name: str, sums: PhaseTotals) -> str:
+    each = f"{sums.microseconds / sums.steps / 1e3:.0f}" if sums.steps else "-"
+    ratio = f"{sums.bytes_dense / sums.bytes_sent:.1f}x" if sums.bytes_sent else "-"
+    sent, dense = size(sums.bytes_sent), size(sums.bytes_dense)
+    return f"{name:12} {sums.steps:6} {each:>8} {sent:>10} {dense:>10} {ratio:>7}"

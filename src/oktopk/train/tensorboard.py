@@ -1,104 +1,106 @@
-"""TensorBoard: scalars of every step and epoch, histograms around the change of phase."""
+"""TensorBoard: scalars of every step and epoch, and histograms."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from oktopk.runlog.reader import TIMES
+from oktopk.runlog.schema import TIMED_PARTS, EpochRecord, ProbeRecord, StepRecord
 
 log = logging.getLogger("oktopk")
 
-# what is drawn, by group; a value that is not there (no validation, a skipped loss) is left out
-STEP_SCALARS = {
+Groups = dict[str, tuple[str, ...]]
+"""Names of scalars by group. A scalar without a value is not written."""
+
+STEP_SCALARS: Groups = {
     "train": ("loss", "lr"),
     "compression": ("sparsity", "compression_ratio", "k", "local", "result", "imbalance"),
     "thresholds": ("local_threshold", "global_threshold"),
     "traffic": ("bytes_sent", "bytes_dense", "messages"),
-    "seconds": TIMES,
+    "seconds": TIMED_PARTS,
 }
-PROBE_SCALARS = {"quality": ("recall", "energy", "best_energy", "xi", "age_mean", "age_most")}
-EPOCH_SCALARS = {
+PROBE_SCALARS: Groups = {
+    "quality": ("recall", "energy", "best_energy", "xi", "age_mean", "age_most"),
+}
+EPOCH_SCALARS: Groups = {
     "epoch": ("train_loss", "val_loss", "wer", "cer", "mean_utterance_wer", "pseudo_accuracy"),
 }
 
 
-class Board:
-    """Events of one run; a resumed one hides what it writes anew.
+class TensorBoardWriter:
+    """The TensorBoard events of a run. A resumed run hides the events that it writes again.
 
-    They are a copy of what the journal has: when they cannot be written (a full disk), that is
-    said once, and training goes on without them.
+    The events are a copy of what `metrics.jsonl` has. When they cannot be written, for example on a
+    full disk, there is one warning and training continues without them.
     """
 
-    def __init__(self, folder: Path, step: int) -> None:
-        self._folder = folder
+    def __init__(self, directory: Path, step: int) -> None:
+        self._directory = directory
         self._writer: SummaryWriter | None = None
         self._excepthook = threading.excepthook
         threading.excepthook = self._on_thread_error
-        with self._writing():
-            self._writer = SummaryWriter(str(folder), purge_step=step or None)
+        with self._or_warn():
+            self._writer = SummaryWriter(str(directory), purge_step=step or None)
 
     def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
-        """TensorBoard's thread raises its error again at the next call: no traceback of it here."""
+        """Print no traceback for TensorBoard's thread: its error is raised at the next call."""
         if not type(args.thread).__module__.startswith("tensorboard"):
             self._excepthook(args)
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _or_warn(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             self._writer = None
             log.warning(
-                "TensorBoard's events in %s cannot be written, training goes on without them: %s",
-                self._folder,
+                "TensorBoard's events in %s cannot be written, training continues without them: %s",
+                self._directory,
                 error,
             )
 
-    def steps(self, entries: list[dict[str, Any]]) -> None:
-        self._write(STEP_SCALARS, entries)
+    def write_steps(self, records: list[StepRecord]) -> None:
+        self._write(STEP_SCALARS, records)
 
-    def probes(self, entries: list[dict[str, Any]]) -> None:
-        self._write(PROBE_SCALARS, entries)
+    def write_probes(self, records: list[ProbeRecord]) -> None:
+        self._write(PROBE_SCALARS, records)
 
-    def _write(self, groups: dict[str, tuple[str, ...]], entries: list[dict[str, Any]]) -> None:
+    def _write(
+        self, groups: Groups, records: Sequence[StepRecord | ProbeRecord | EpochRecord]
+    ) -> None:
         if self._writer is None:
             return
-        with self._writing():
-            for entry in entries:
-                self._scalars(self._writer, groups, entry)
-            self._writer.flush()  # else a live TensorBoard lags by two minutes
+        with self._or_warn():
+            for record in records:
+                for group, names in groups.items():
+                    for name in names:
+                        value = getattr(record, name)
+                        if value is not None:
+                            self._writer.add_scalar(f"{group}/{name}", value, record.step)
+            self._writer.flush()  # otherwise a live TensorBoard lags by two minutes
 
-    def epoch(self, entry: dict[str, Any]) -> None:
+    def write_epoch(self, record: EpochRecord) -> None:
         if self._writer is None:
             return
-        with self._writing():
-            self._scalars(self._writer, EPOCH_SCALARS, entry)
-            for rank, memory in enumerate(entry["memory"]):
-                for name, value in memory.items():
-                    self._writer.add_scalar(f"memory/{name}/rank{rank}", value, entry["step"])
-            self._writer.flush()
+        with self._or_warn():
+            for rank, memory in enumerate(record.memory or ()):
+                for name, value in msgspec.structs.asdict(memory).items():
+                    self._writer.add_scalar(f"memory/{name}/rank{rank}", value, record.step)
+        self._write(EPOCH_SCALARS, [record])
 
-    @staticmethod
-    def _scalars(writer: SummaryWriter, groups: dict[str, tuple[str, ...]], entry: dict) -> None:
-        for group, names in groups.items():
-            for name in names:
-                if entry.get(name) is not None:
-                    writer.add_scalar(f"{group}/{name}", entry[name], entry["step"])
-
-    def histograms(self, group: str, tensors: dict[str, Tensor], step: int) -> None:
-        """One histogram per tensor, and one of all of them together."""
+    def write_histograms(self, group: str, tensors: dict[str, Tensor], step: int) -> None:
+        """Write a histogram of each tensor, and one of all tensors together."""
         if self._writer is None:
             return
-        with self._writing():
+        with self._or_warn():
             for name, tensor in tensors.items():
                 self._writer.add_histogram(f"{group}/{name}", tensor, step)
             if tensors:
@@ -108,6 +110,6 @@ class Board:
 
     def close(self) -> None:
         if self._writer is not None:
-            with self._writing():
+            with self._or_warn():
                 self._writer.close()
         threading.excepthook = self._excepthook

@@ -1,7 +1,8 @@
-"""Loss, word and character error rates on the test set, the same numbers on any number of ranks.
+"""Loss, word and character error rates on the test set, the same for any world size.
 
-Batches are cut once and dealt out to the ranks, so an utterance meets the same neighbours however
-many ranks there are; each fills in the rows of its utterances and one sum brings them together.
+The test set is cut into batches once, and the batches are distributed over the ranks: an utterance
+is in the same batch for any world size. Each rank fills in the rows of its utterances, and one
+allreduce combines them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from oktopk.comm.communicator import Comm
+from oktopk.runlog.schema import Sample
 from oktopk.train.data.batches import Batch, collate, shard
 from oktopk.train.data.features import Spectra
 from oktopk.train.data.manifest import Utterance
@@ -22,7 +24,7 @@ from oktopk.train.models.lstman4 import Lstman4, ctc_loss
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Validation:
-    """What the model does on the test set. WER may exceed 1: insertions count."""
+    """Metrics of the model on the test set. WER may exceed 1, because insertions count."""
 
     val_loss: float
     """Mean over utterances of the CTC loss."""
@@ -34,15 +36,15 @@ class Validation:
     """Character errors of the corpus over its characters, spaces included."""
 
     mean_utterance_wer: float
-    """Mean over utterances of each one's WER, as the notes computed it."""
+    """Mean over utterances of each one's WER, as the original code computed it."""
 
     pseudo_accuracy: float
     """max(0, 1 - WER)."""
 
     utterances: int
 
-    samples: list[dict[str, str]]
-    """A few utterances: what was said and what was heard."""
+    samples: list[Sample]
+    """A few utterances."""
 
 
 def validate(
@@ -56,32 +58,32 @@ def validate(
     width: int,
     samples: int,
 ) -> Validation:
-    """Run the test set, dealt out over the ranks. `width` of the beam; 0 is greedy."""
+    """Evaluate the test set. `width` is that of the beam search; 0 decodes greedily. Collective."""
     average_statistics(model, comm)
     rows = torch.zeros(len(test), 5, dtype=torch.float64)
-    shown: list[dict[str, str]] = []
+    shown: list[Sample] = []
     was_training = model.training
     model.eval()
     with torch.inference_mode():
         for indices in shard(len(test), batch, comm.size, comm.rank):
             part = collate(spectra, test, indices, epoch=0, seed=0, augment=False)
-            losses, texts = _listen(model, part, device, width)
+            losses, texts = _recognize(model, part, device, width)
             for i, said, heard, loss in zip(part.ids, part.texts, texts, losses, strict=True):
                 rows[i] = torch.tensor([loss, *errors(said, heard)], dtype=torch.float64)
-                shown.append({"said": said, "heard": heard})
+                shown.append(Sample(said, heard))
     model.train(was_training)
-    # every row is zero on all ranks but one, so the sum is exact
+    # each row is nonzero on one rank only, so the sum is exact
     rows = comm.all_reduce_(rows.to(device), stage="validation").cpu()
-    return summarise(rows, spread(shown, samples))
+    return summarize(rows, evenly_spaced(shown, samples))
 
 
-def spread(shown: list[dict[str, str]], number: int) -> list[dict[str, str]]:
-    """So many of them, from the shortest to the longest."""
+def evenly_spaced(shown: list[Sample], number: int) -> list[Sample]:
+    """At most `number` of the samples, from the shortest to the longest."""
     chosen = min(number, len(shown))
     return [shown[i * len(shown) // chosen] for i in range(chosen)]
 
 
-def _listen(
+def _recognize(
     model: Lstman4, part: Batch, device: torch.device, width: int
 ) -> tuple[list[float], list[str]]:
     log_probs, lengths = model(part.inputs.to(device), part.lengths.to(device))
@@ -93,17 +95,17 @@ def _listen(
 
 def errors(said: str, heard: str) -> tuple[int, int, int, int]:
     """Word errors, words, character errors, characters of one utterance."""
-    words, letters = jiwer.process_words(said, heard), jiwer.process_characters(said, heard)
+    words, characters = jiwer.process_words(said, heard), jiwer.process_characters(said, heard)
     return (
         words.substitutions + words.deletions + words.insertions,
         words.substitutions + words.deletions + words.hits,
-        letters.substitutions + letters.deletions + letters.insertions,
-        letters.substitutions + letters.deletions + letters.hits,
+        characters.substitutions + characters.deletions + characters.insertions,
+        characters.substitutions + characters.deletions + characters.hits,
     )
 
 
-def summarise(rows: Tensor, samples: list[dict[str, str]]) -> Validation:
-    """Rates of the corpus from rows of (loss, word errors, words, letter errors, letters)."""
+def summarize(rows: Tensor, samples: list[Sample]) -> Validation:
+    """Rates of the corpus from rows of (loss, word errors, words, character errors, characters)."""
     total = rows.sum(0).tolist()
     wer = total[1] / total[2]
     return Validation(
@@ -118,7 +120,7 @@ def summarise(rows: Tensor, samples: list[dict[str, str]]) -> Validation:
 
 
 def average_statistics(model: nn.Module, comm: Comm) -> None:
-    """Average the batch-norm statistics over ranks: each has seen only its own batches."""
+    """Average the batch-norm statistics over ranks, as each computes those of its own batches."""
     buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     if not buffers:
         return
@@ -128,6 +130,6 @@ def average_statistics(model: nn.Module, comm: Comm) -> None:
         buffer.copy_(part.view(buffer.shape))
 
 
-def validates(epoch: int, epochs: int, every: int) -> bool:
+def is_validated(epoch: int, epochs: int, every: int) -> bool:
     """Whether epoch `epoch` (from 0) of `epochs` is validated: 0, every-1, 2 every-1, ..., last."""
     return epoch == 0 or (epoch + 1) % every == 0 or epoch == epochs - 1

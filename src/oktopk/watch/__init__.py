@@ -1,1 +1,1 @@
-"""`oktopk watch`: a run in the terminal, as it goes on."""
+"""`oktopk watch`: a run in the terminal, while it is running."""

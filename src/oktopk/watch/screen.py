@@ -1,4 +1,4 @@
-"""What `oktopk watch` shows: one panel of a few lines."""
+"""What `oktopk watch` shows: a panel of a few lines, or one line for a log."""
 
 from __future__ import annotations
 
@@ -10,148 +10,146 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from oktopk.runlog.reader import OVERLAPPED, PARTS, TIMES
+from oktopk.runlog.schema import OVERLAPPED_PARTS, STEP_PARTS, TIMED_PARTS
 from oktopk.utils.units import clock, size
-from oktopk.watch.state import Seen
+from oktopk.watch.state import RunState
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 32
-SILENT = 120.0
-"""Seconds without a word after which it may be dead: validation takes a while too."""
+SILENT_SECONDS = 120.0
+"""Seconds without new records after which a run may be dead. Validation takes a while too."""
 COLOURS = {"finished": "green", "running": "cyan", "stopped": "yellow", "failed": "red"}
 SHOWN_WARNINGS = 3
 
 
-def screen(seen: Seen, name: str, quiet: float, others: str = "") -> RenderableType:
-    """The panel; `quiet` is seconds since the journal last grew, `others` the runs there are."""
+def screen(state: RunState, name: str, quiet: float, others: str = "") -> RenderableType:
+    """The panel. `quiet` is the seconds since the last record, `others` a hint at other runs."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    for label, text in rows(seen, quiet):
+    for label, text in rows(state, quiet):
         grid.add_row(label, Text(text))
     if others:
         grid.add_row("", Text(others))
-    return Panel(grid, title=Text(name), border_style=COLOURS.get(status(seen, quiet), "yellow"))
+    return Panel(grid, title=Text(name), border_style=COLOURS.get(status(state, quiet), "yellow"))
 
 
-def line(seen: Seen, quiet: float, others: str = "") -> str:
-    """The same in a line, for a log."""
-    if not seen.steps:
-        return "; ".join(filter(None, (_status_line(seen, quiet), others)))
-    total = seen.opening.get("total_steps")
-    parts = [status(seen, quiet), f"step {seen.steps}" + (f" of {total}" if total else "")]
-    parts.append(f"{seen.last['phase']} phase")
-    parts += [f"loss {seen.losses[-1]:.3f}"] if seen.losses else []
-    parts += [f"WER {seen.validated[-1]['wer']:.3f}"] if seen.validated else []
-    parts += [f"about {clock(_seconds_left(seen, total))} left"] if total else []
+def line(state: RunState, quiet: float, others: str = "") -> str:
+    """One line for a log."""
+    if state.last is None:
+        return "; ".join(filter(None, (_status_line(state, quiet), others)))
+    total = state.total_steps
+    parts = [status(state, quiet), f"step {state.steps}" + (f" of {total}" if total else "")]
+    parts.append(f"{state.last.phase} phase")
+    parts += [f"loss {state.losses[-1]:.3f}"] if state.losses else []
+    parts += [f"WER {state.validated[-1].wer:.3f}"] if state.validated else []
+    parts += [f"about {clock(_seconds_left(state, total))} left"] if total else []
     return ", ".join(parts)
 
 
-def rows(seen: Seen, quiet: float) -> list[tuple[str, str]]:
-    """Label and text of every line that has something to say."""
-    found = [("status", _status_line(seen, quiet))]
-    for label, part in LINES.items():
-        text = part(seen)
-        if text:
-            found.append((label, text))
-    found += [("warning", text) for text in seen.warnings[-SHOWN_WARNINGS:]]
-    more = len(seen.warnings) - SHOWN_WARNINGS
+def rows(state: RunState, quiet: float) -> list[tuple[str, str]]:
+    """Label and text of every line of the panel that is not empty."""
+    found = [("status", _status_line(state, quiet))]
+    found += [(label, text) for label, write in LINES.items() if (text := write(state))]
+    found += [("warning", text) for text in state.warnings[-SHOWN_WARNINGS:]]
+    more = len(state.warnings) - SHOWN_WARNINGS
     return [*found, ("", f"and {more} warnings before")] if more > 0 else found
 
 
-def status(seen: Seen, quiet: float) -> str:
+def status(state: RunState, quiet: float) -> str:
     """One word for the run."""
-    if seen.end is not None:
-        return seen.end["how"]
-    if not seen.opening and not seen.steps:
+    if state.end is not None:
+        return state.end.how
+    if state.info is None and state.last is None:
         return "waiting"
-    return "silent" if quiet > SILENT else "running"
+    return "silent" if quiet > SILENT_SECONDS else "running"
 
 
-def _status_line(seen: Seen, quiet: float) -> str:
-    word = status(seen, quiet)
+def _status_line(state: RunState, quiet: float) -> str:
+    word = status(state, quiet)
     if word == "waiting":
         return "waiting for the run to begin"
     if word == "silent":
-        advice = " `oktopk train --resume` goes on" if seen.resumable else ""
-        return f"no news for {clock(quiet)}: is it still there?{advice}"
-    if seen.end is not None:
-        return ": ".join(filter(None, (word, seen.end.get("text"))))
-    settings, workers = seen.opening.get("settings") or {}, seen.opening.get("size")
-    kind, density = settings.get("method") or "", settings.get("density")
-    kind += f" at density {density:g}" if kind != "dense" and density is not None else ""
+        advice = "; `oktopk train --resume` continues it" if state.resumable else ""
+        return f"nothing was recorded for {clock(quiet)}: the run may have been killed{advice}"
+    if state.end is not None:
+        return ": ".join(filter(None, (word, state.end.text)))
+    settings = (state.info.settings if state.info else None) or {}
+    workers = state.info.size if state.info else None
+    method, density = settings.get("method") or "", settings.get("density")
+    method += f" at density {density:g}" if method != "dense" and density is not None else ""
     ranks = f"{workers} worker{'s' * (workers != 1)}" if workers else ""
-    return ", ".join(filter(None, (word, kind.strip(), ranks)))
+    return ", ".join(filter(None, (word, method.strip(), ranks)))
 
 
-def _progress(seen: Seen) -> str:
-    if not seen.steps:
+def _progress(state: RunState) -> str:
+    if state.last is None:
         return ""
-    total = seen.opening.get("total_steps")
+    total, phase = state.total_steps, f"{state.last.phase} phase"
     if not total:
-        return f"step {seen.steps}, {seen.last['phase']} phase"
-    share = min(1.0, seen.steps / total)
+        return f"step {state.steps}, {phase}"
+    share = min(1.0, state.steps / total)
     full = round(share * WIDTH)
-    text = f"{'█' * full}{'░' * (WIDTH - full)} {share:.0%}, step {seen.steps} of {total}, "
-    text += f"{seen.last['phase']} phase"
-    return text if seen.end else f"{text}, about {clock(_seconds_left(seen, total))} left"
+    text = f"{'█' * full}{'░' * (WIDTH - full)} {share:.0%}, step {state.steps} of {total}, {phase}"
+    return text if state.end else f"{text}, about {clock(_seconds_left(state, total))} left"
 
 
-def _seconds_left(seen: Seen, total: int) -> float:
-    """Of steps; validations come on top."""
-    per_step = sum(entry.get("whole") or 0.0 for entry in seen.recent) / len(seen.recent)
-    return per_step * max(0, total - seen.steps)
+def _seconds_left(state: RunState, total: int) -> float:
+    """Seconds of the steps that are left, without validation."""
+    return _mean_seconds(state, "whole") * max(0, total - state.steps)
 
 
-def _loss(seen: Seen) -> str:
-    if not seen.losses:
+def _mean_seconds(state: RunState, part: str) -> float:
+    """Mean seconds of a part of the recent steps."""
+    return sum(getattr(step, part) or 0.0 for step in state.recent) / len(state.recent)
+
+
+def _loss(state: RunState) -> str:
+    if not state.losses:
         return ""
-    skipped = f", {seen.skipped} steps skipped" if seen.skipped else ""
-    return f"{sparkline(seen.losses)} {seen.losses[-1]:.3f}{skipped}"
+    skipped = state.totals.whole.skipped
+    note = f", {skipped} steps skipped" if skipped else ""
+    return f"{sparkline(state.losses)} {state.losses[-1]:.3f}{note}"
 
 
-def _wer(seen: Seen) -> str:
-    if not seen.validated:
+def _wer(state: RunState) -> str:
+    rates = [epoch.wer for epoch in state.validated if epoch.wer is not None]
+    if not rates:
         return ""
-    last = seen.validated[-1]
-    shown = {"CER": last.get("cer"), "validation loss": last.get("val_loss")}
-    rest = ", ".join(f"{k} {'-' if v is None else f'{v:.3f}'}" for k, v in shown.items())
-    return (
-        f"{sparkline([entry['wer'] for entry in seen.validated])} {last['wer']:.3f}, "
-        f"{rest} after epoch {last['epoch']}"
-    )
+    last = state.validated[-1]
+    values = {"CER": last.cer, "validation loss": last.val_loss}
+    rest = ", ".join(f"{k} {'-' if v is None else f'{v:.3f}'}" for k, v in values.items())
+    return f"{sparkline(rates)} {rates[-1]:.3f}, {rest} after epoch {last.epoch}"
 
 
-def _traffic(seen: Seen) -> str:
-    sent, dense = sum(seen.sent.values()), sum(seen.as_dense.values())
+def _traffic(state: RunState) -> str:
+    whole, sparse = state.totals.whole, state.totals["sparse"]
+    sent, dense = whole.bytes_sent, whole.bytes_dense
     if not dense or not sent:
         return ""
     text = f"{size(sent)} by worker 0 for {size(dense)} dense, {1 - sent / dense:.0%} saved"
-    if seen.sent["sparse"]:
-        text += f"; sparse phase {seen.as_dense['sparse'] / seen.sent['sparse']:.1f}x less"
+    if sparse.bytes_sent:
+        text += f"; sparse phase {sparse.bytes_dense / sparse.bytes_sent:.1f}x less"
     return text
 
 
-def _time(seen: Seen) -> str:
-    """Where the last steps' time went."""
-    if not seen.recent:
+def _time(state: RunState) -> str:
+    """The time of the recent steps by part."""
+    if not state.recent:
         return ""
-    means = {
-        part: sum(entry.get(part) or 0.0 for entry in seen.recent) / len(seen.recent)
-        for part in TIMES
-    }
+    means = {part: _mean_seconds(state, part) for part in TIMED_PARTS}
     if not means["whole"]:
         return ""
-    shares = ", ".join(f"{part} {means[part] / means['whole']:.0%}" for part in PARTS)
-    hidden = ", ".join(f"{part} {means[part] * 1e3:.0f}" for part in OVERLAPPED)
-    return f"{means['whole'] * 1e3:.0f} ms a step: {shares}\nmeanwhile, in ms: {hidden}"
+    shares = ", ".join(f"{part} {means[part] / means['whole']:.0%}" for part in STEP_PARTS)
+    overlapped = ", ".join(f"{part} {means[part] * 1e3:.0f}" for part in OVERLAPPED_PARTS)
+    return f"{means['whole'] * 1e3:.0f} ms a step: {shares}\noverlapped, in ms: {overlapped}"
 
 
 LINES = {"progress": _progress, "loss": _loss, "WER": _wer, "sent": _traffic, "time": _time}
 
 
 def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
-    """The values in so many blocks at most, each the mean of its share of them."""
+    """The values as at most `width` blocks, each the mean of its share of them."""
     if len(values) > width:
         edges = [len(values) * i // width for i in range(width + 1)]
         values = [sum(values[begin:end]) / (end - begin) for begin, end in pairwise(edges)]

@@ -1,100 +1,90 @@
-"""`Seen`: what a journal has told so far, in sums, so that a long run stays small."""
+"""`RunState`: what a run has recorded so far, in sums, so that a long run takes little memory."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from oktopk.runlog.reader import Entry, has_checkpoint
-from oktopk.runlog.tail import Follower
-from oktopk.stats import PHASES
+from oktopk.runlog.aggregates import RunTotals
+from oktopk.runlog.run_directory import METRICS_FILE, has_checkpoint
+from oktopk.runlog.schema import (
+    EndRecord,
+    EpochRecord,
+    Record,
+    RunRecord,
+    StepRecord,
+    WarningRecord,
+)
+from oktopk.runlog.tail import RunLogTail
 
-RECENT = 50
-"""Steps that say how fast it goes now."""
+RECENT_STEPS = 50
+"""Steps by which the present speed is measured."""
 
 
 @dataclass(slots=True)
-class Seen:
-    """A run up to now. Bytes are those of worker 0."""
+class RunState:
+    """A run up to now. Bytes are those of rank 0."""
 
-    opening: Entry = field(default_factory=dict)
-    last: Entry = field(default_factory=dict)
-    """The last step."""
-
-    end: Entry | None = None
+    info: RunRecord | None = None
+    last: StepRecord | None = None
+    end: EndRecord | None = None
     losses: list[float] = field(default_factory=list)
-    validated: list[Entry] = field(default_factory=list)
+    validated: list[EpochRecord] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     resumable: bool = False
     """Whether the run has a checkpoint."""
 
-    skipped: int = 0
-    sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
-    as_dense: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
-    recent: deque[Entry] = field(default_factory=lambda: deque(maxlen=RECENT))
+    totals: RunTotals = field(default_factory=RunTotals)
+    recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
 
     @property
     def steps(self) -> int:
-        return self.last["step"] + 1 if self.last else 0
+        """Finished steps."""
+        return self.last.step + 1 if self.last else 0
 
-    def take(self, entry: Entry) -> None:
-        """Add one entry of the journal; kinds that are not shown are passed over."""
-        if entry["kind"] in TAKERS:
-            TAKERS[entry["kind"]](self, entry)
+    @property
+    def total_steps(self) -> int | None:
+        return self.info.total_steps if self.info else None
 
+    def update(self, record: Record) -> None:
+        """Take in one record. Kinds that are not shown are ignored."""
+        match record:
+            case RunRecord():
+                self.info, self.end = record, None
+            case StepRecord():
+                self._add_step(record)
+            case EpochRecord() if record.wer is not None:
+                self.validated.append(record)
+            case WarningRecord():
+                self.warnings.append(record.text)
+            case EndRecord():
+                self.end = record
+            case _:
+                pass
 
-def _take_run(seen: Seen, entry: Entry) -> None:
-    seen.opening, seen.end = entry, None
-
-
-def _take_step(seen: Seen, entry: Entry) -> None:
-    seen.last = entry
-    seen.recent.append(entry)
-    seen.skipped += bool(entry.get("skipped"))
-    if entry.get("loss") is not None:  # a journal of somebody's own training may have none
-        seen.losses.append(entry["loss"])
-    seen.sent[entry["phase"]] += entry["bytes_sent"]
-    seen.as_dense[entry["phase"]] += entry["bytes_dense"]
-
-
-def _take_epoch(seen: Seen, entry: Entry) -> None:
-    if entry.get("wer") is not None:
-        seen.validated.append(entry)
-
-
-def _take_warning(seen: Seen, entry: Entry) -> None:
-    seen.warnings.append(entry["text"])
-
-
-def _take_end(seen: Seen, entry: Entry) -> None:
-    seen.end = entry
+    def _add_step(self, step: StepRecord) -> None:
+        self.last = step
+        self.recent.append(step)
+        self.totals.add(step)
+        if step.loss is not None:  # another program may record none
+            self.losses.append(step.loss)
 
 
-TAKERS: dict[str, Callable[[Seen, Entry], None]] = {
-    "run": _take_run,
-    "step": _take_step,
-    "epoch": _take_epoch,
-    "warning": _take_warning,
-    "end": _take_end,
-}
+class RunWatcher:
+    """Keeps a `RunState` up to date with a run directory."""
 
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._tail = RunLogTail(directory / METRICS_FILE)
+        self.state = RunState()
 
-class Watched:
-    """A journal and what was seen of it."""
-
-    def __init__(self, journal: Path) -> None:
-        self._folder = journal.parent
-        self._follower = Follower(journal)
-        self.seen = Seen()
-
-    def look(self) -> Seen:
-        """Read what is new. A run that resumed is seen from its beginning again."""
-        anew, entries = self._follower.read()
-        if anew:
-            self.seen = Seen()
-        for entry in entries:
-            self.seen.take(entry)
-        self.seen.resumable = has_checkpoint(self._folder)
-        return self.seen
+    def refresh(self) -> RunState:
+        """Read the new records. A run that was resumed is read again from its beginning."""
+        rewritten, records = self._tail.read()
+        if rewritten:
+            self.state = RunState()
+        for record in records:
+            self.state.update(record)
+        self.state.resumable = has_checkpoint(self._directory)
+        return self.state

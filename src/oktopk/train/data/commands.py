@@ -1,4 +1,4 @@
-"""`oktopk data ...`: get data, check it, repair its lists."""
+"""`oktopk data ...`: get data, check it, repair its manifests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from oktopk.train.data.manifest import (
 )
 from oktopk.train.data.problems import DataError
 from oktopk.train.data.repair import repair
-from oktopk.train.data.speak import speak
+from oktopk.train.data.synthesis import synthesize_corpus
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the sub-command; what is wrong with the data goes to stderr, without a traceback."""
+    """Run the subcommand. Problems with the data are printed to stderr, without a traceback."""
     try:
         ACTIONS[args.action](args)
     except (DataError, OSError) as error:
@@ -34,7 +34,7 @@ def _an4(args: argparse.Namespace) -> None:
 
 
 def _speak(args: argparse.Namespace) -> None:
-    _report(*speak(args.out, args.train, args.test, args.seed))
+    _report(*synthesize_corpus(args.out, args.train, args.test, args.seed))
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -55,7 +55,7 @@ ACTIONS: dict[str, Callable[[argparse.Namespace], None]] = {
 
 
 def _report(*manifests: Path) -> None:
-    """Check both lists, then say what is in them."""
+    """Check both manifests, then print what is in them."""
     parts = [read_manifest(path) for path in manifests]
     check(*parts)
     for name, path, utterances in zip(("train", "test"), manifests, parts, strict=True):

@@ -1,4 +1,4 @@
-"""The spoken corpus: the same bytes from the same seed, other voices in the test."""
+"""The synthesized corpus: one seed gives the same bytes, and the test set has other voices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from numpy.random import default_rng
 
 from oktopk.cli import parser
-from oktopk.train.data import sentences, speak
+from oktopk.train.data import sentences, synthesis
 from oktopk.train.data.labels import unknown
 from oktopk.train.data.manifest import (
     check,
@@ -35,7 +35,7 @@ def digest(folder: Path) -> dict[str, str]:
 def spoken(tmp_path_factory):
     """Every voice speaks: 16 training speakers and all of the test."""
     folder = tmp_path_factory.mktemp("spoken")
-    speak.speak(folder, 16 * 13, 50, seed=3)
+    synthesis.synthesize_corpus(folder, 16 * 13, 50, seed=3)
     return folder
 
 
@@ -51,19 +51,19 @@ def test_the_corpus_passes_its_own_check(spoken):
 
 def test_the_same_seed_speaks_the_same_bytes(tmp_path):
     """In another process and another second: the synthesiser seeds itself from the clock."""
-    speak.speak(tmp_path / "a", 32, 5, seed=4)
+    synthesis.synthesize_corpus(tmp_path / "a", 32, 5, seed=4)
     time.sleep(1.1)
-    speak.speak(tmp_path / "b", 32, 5, seed=4)
-    speak.speak(tmp_path / "c", 32, 5, seed=5)
+    synthesis.synthesize_corpus(tmp_path / "b", 32, 5, seed=4)
+    synthesis.synthesize_corpus(tmp_path / "c", 32, 5, seed=5)
     first, again, other = (digest(tmp_path / name) for name in "abc")
     assert first == again and len(first) == 2 * 37 + 2
     assert set(first.values()).isdisjoint(other[name] for name in other if name.endswith("wav"))
 
 
 def test_the_longer_the_sentence_the_longer_the_sound():
-    who = speak._speaker("train", 2, default_rng(0))
+    who = synthesis._speaker("train", 2, default_rng(0))
     texts = ["A", "A Z A Z", "JANUARY TWENTY SEVENTH", "RUBOUT A Z SIX NINE SIX NINE SIX NINE"]
-    lengths = [len(sound) for sound in speak._say([who.request(text) for text in texts])]
+    lengths = [len(sound) for sound in synthesis._synthesize([who.request(text) for text in texts])]
     assert lengths == sorted(lengths) and lengths[0] > 0.1 * 16_000
 
 
@@ -83,24 +83,24 @@ def test_resampling_keeps_the_tone(rate):
     tone = np.sin(2 * np.pi * 1000 * seconds) * np.hanning(rate)
     expected = np.sin(2 * np.pi * 1000 * np.arange(16_000) / 16_000)
     expected *= np.hanning(rate)[np.round(np.linspace(0, rate - 1, 16_000)).astype(int)]
-    resampled = speak.resample(tone, rate)
+    resampled = synthesis.resample(tone, rate)
     assert len(resampled) == 16_000
     np.testing.assert_allclose(resampled, expected, atol=2e-3)
 
 
 def test_every_voice_and_accent_sounds_different():
-    request = speak._speaker("train", 0, default_rng(0)).request("SEVEN")
-    voices = [f"en-us+{name}" for names in speak.VOICES.values() for name in names]
-    voices += [f"{accent}+m1" for accent in speak.ACCENTS.values() if accent != "en-us"]
-    sounds = speak._say([request | {"voice": voice} for voice in voices])
+    request = synthesis._speaker("train", 0, default_rng(0)).request("SEVEN")
+    voices = [f"en-us+{name}" for names in synthesis.VOICES.values() for name in names]
+    voices += [f"{accent}+m1" for accent in synthesis.ACCENTS.values() if accent != "en-us"]
+    sounds = synthesis._synthesize([request | {"voice": voice} for voice in voices])
     assert len({sound.tobytes() for sound in sounds}) == len(voices)
 
 
 @pytest.mark.parametrize("voice", ["en-us+nobody", "xx+m1"])
 def test_a_voice_that_is_not_there_is_named(voice):
-    request = speak._speaker("train", 0, default_rng(0)).request("GO") | {"voice": voice}
+    request = synthesis._speaker("train", 0, default_rng(0)).request("GO") | {"voice": voice}
     with pytest.raises(DataError, match=f"espeak-ng has no voice {re.escape(voice)} in "):
-        speak._say([request])
+        synthesis._synthesize([request])
 
 
 def test_voices_in_a_deep_folder_are_found(tmp_path, monkeypatch):
@@ -109,13 +109,13 @@ def test_voices_in_a_deep_folder_are_found(tmp_path, monkeypatch):
     deep = tmp_path / ("d" * 100) / ("e" * 100)
     deep.parent.mkdir()
     deep.symlink_to(loader.get_data_path(), target_is_directory=True)
-    request = speak._speaker("train", 0, default_rng(0)).request("GO")
-    expected = speak._say([request])
+    request = synthesis._speaker("train", 0, default_rng(0)).request("GO")
+    expected = synthesis._synthesize([request])
     monkeypatch.setattr(loader, "get_data_path", lambda: str(deep))
-    np.testing.assert_array_equal(speak._say([request]), expected)
+    np.testing.assert_array_equal(synthesis._synthesize([request]), expected)
     monkeypatch.setattr(loader, "get_data_path", lambda: str(tmp_path / "nothing"))
     with pytest.raises(DataError, match=r"espeak-ng cannot start with the voices in .*nothing"):
-        speak._say([request])
+        synthesis._synthesize([request])
 
 
 def test_the_command_speaks_and_reports(tmp_path, capsys):
@@ -134,4 +134,4 @@ def test_the_command_speaks_and_reports(tmp_path, capsys):
 
 def test_the_command_and_the_function_have_the_same_defaults():
     args = parser().parse_args(["data", "speak"])
-    assert (args.train, args.test, args.seed) == (speak.TRAIN, speak.TEST, speak.SEED)
+    assert (args.train, args.test, args.seed) == (synthesis.TRAIN, synthesis.TEST, synthesis.SEED)

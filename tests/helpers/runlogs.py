@@ -1,10 +1,12 @@
-"""Runs that never ran: folders with a config and a journal, as the trainer would leave them."""
+"""Run directories with a config and metrics as the trainer would leave them, without a run."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+from oktopk.runlog.reader import parse
+from oktopk.runlog.schema import Record
 from oktopk.train.config import Config, to_toml
 
 SECONDS = {"data": 0.01, "forward": 0.02, "backward": 0.03, "exposed": 0.02, "optimizer": 0.01}
@@ -56,8 +58,13 @@ def lines(entries: list[dict]) -> bytes:
     return "".join(json.dumps(entry) + "\n" for entry in entries).encode()
 
 
+def records(entries: list[dict]) -> list[Record]:
+    """The typed records of some entries."""
+    return [parse(json.dumps(entry).encode()) for entry in entries]
+
+
 def write(folder: Path, entries: list[dict], config: Config | None = None) -> Path:
-    """A run's folder."""
+    """Write a run directory."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_bytes(lines(entries))
     if config is not None:

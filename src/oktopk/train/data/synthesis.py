@@ -1,4 +1,4 @@
-"""An AN4-like corpus from a speech synthesiser: no download, the same bytes from the same seed."""
+"""A corpus like AN4 from a speech synthesizer: no download, and one seed gives the same bytes."""
 
 # ruff: noqa: SIM905 (lists of words are easier to read as text)
 
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator, default_rng
 
-from oktopk.train.data import voice
+from oktopk.train.data import espeak
 from oktopk.train.data.audio import RATE, write_wav
 from oktopk.train.data.manifest import Utterance, write_manifest
 from oktopk.train.data.problems import DataError, extra
@@ -32,21 +32,21 @@ ACCENTS = {
     "scot": "en-gb-scotland",
     "lanc": "en-gb-x-gbclan",
 }
-# Voices of the test speak in no training utterance, in no accent.
+# No voice is in both lists, so the test set has unknown speakers.
 VOICES = {
     "train": "m1 m2 m3 m4 m6 m8 f1 f2 f4 f5 Andrea adam belinda david edward steph".split(),
     "val": "m7 f3 linda Michael paul".split(),
 }
 PER_SPEAKER = {"train": 13, "val": 10}  # utterances, as in AN4
 
-# As espeak-ng should read them: "A" alone is an article to it, and "Z" depends on the accent.
+# How espeak-ng is told to read them: it takes "A" for an article, and "Z" depends on the accent.
 SPOKEN = {"A": "[['eI]]", "Z": "zee", "RUBOUT": "rub-out"}
-LONGEST_PATH = 140  # bytes; espeak-ng cuts longer ones off
+MAX_PATH_BYTES = 140  # espeak-ng truncates longer paths
 
 
 @dataclass(frozen=True, slots=True)
 class Speaker:
-    """A voice of the synthesiser with its own pitch and speed."""
+    """A voice of the synthesizer with its own pitch and speed."""
 
     name: str
     voice: str
@@ -58,16 +58,16 @@ class Speaker:
 
     def request(self, text: str) -> dict[str, Any]:
         spoken = " ".join(SPOKEN.get(word, word.lower()) for word in text.split())
-        facts = {name: getattr(self, name) for name in ("voice", *voice.PARAMETERS)}
-        return facts | {"text": spoken}
+        parameters = {name: getattr(self, name) for name in ("voice", *espeak.PARAMETERS)}
+        return parameters | {"text": spoken}
 
 
-def speak(
+def synthesize_corpus(
     out: str | Path, train: int = TRAIN, test: int = TEST, seed: int = SEED
 ) -> tuple[Path, Path]:
-    """Speak a corpus into `out` and return its two manifests. The defaults take seconds.
+    """Synthesize a corpus in `out` and return its two manifests. The defaults take seconds.
 
-    Speakers differ between training and test; every recording has noise, at 20 to 35 dB.
+    Training and test have different speakers. Every recording has noise, at 20 to 35 dB.
     """
     if min(train, test) < 1:
         raise DataError([f"cannot speak {train} training and {test} test utterances: one at least"])
@@ -75,15 +75,15 @@ def speak(
         raise DataError([f"cannot speak {max(train, test):.0e} utterances: at most {MOST:,}"])
     if seed < 0:
         raise DataError([f"the seed must not be negative, got {seed}"])
-    parts = [_cast("train", train, seed), _cast("val", test, seed)]
-    sounds = iter(_say([speaker.request(text) for part in parts for speaker, text in part]))
+    parts = [_script("train", train, seed), _script("val", test, seed)]
+    sounds = iter(_synthesize([speaker.request(text) for part in parts for speaker, text in part]))
     manifests = []
     for number, (part, lines) in enumerate(zip(("train", "val"), parts, strict=True)):
         folder = Path(out) / part
         folder.mkdir(parents=True, exist_ok=True)
         pairs = []
         for i, (speaker, text) in enumerate(lines):
-            samples = _room(next(sounds), default_rng([2, seed, number, i]))
+            samples = _add_noise(next(sounds), default_rng([2, seed, number, i]))
             audio = folder / f"an{i:04}-{speaker.name}-b.wav"
             transcript = audio.with_suffix(".txt")
             write_wav(audio, samples)
@@ -94,8 +94,8 @@ def speak(
     return first, second
 
 
-def _cast(part: str, count: int, seed: int) -> list[tuple[Speaker, str]]:
-    """Who says what: speakers take turns, each with sentences of their own."""
+def _script(part: str, count: int, seed: int) -> list[tuple[Speaker, str]]:
+    """The speaker and the sentence of every utterance. Speakers take turns."""
     stream = list(VOICES).index(part)
     speakers = [
         _speaker(part, i, default_rng([0, seed, stream, i]))
@@ -108,7 +108,7 @@ def _cast(part: str, count: int, seed: int) -> list[tuple[Speaker, str]]:
 
 
 def _speaker(part: str, number: int, chance: Generator) -> Speaker:
-    """Voices in turn, so that all are heard; accent, pitch and speed by chance."""
+    """The next voice of the list, so that all are used, with random accent, pitch and speed."""
     variant = VOICES[part][number % len(VOICES[part])]
     accent = str(chance.choice(list(ACCENTS)))
     return Speaker(
@@ -121,39 +121,40 @@ def _speaker(part: str, number: int, chance: Generator) -> Speaker:
     )
 
 
-def _say(requests: list[dict[str, Any]]) -> list[np.ndarray]:
-    """Samples at 16 kHz for each request, from one fresh process."""
+def _synthesize(requests: list[dict[str, Any]]) -> list[np.ndarray]:
+    """Samples at 16 kHz for each request, from a new process; see `espeak` for the reason."""
     loader = extra("espeakng_loader")
     with TemporaryDirectory() as folder:
         data = Path(loader.get_data_path())
-        if len(str(data).encode()) > LONGEST_PATH:
+        if len(str(data).encode()) > MAX_PATH_BYTES:
             short = Path(folder) / "espeak-ng-data"
             short.symlink_to(data, target_is_directory=True)
             data = short
-        command = [sys.executable, "-I", voice.__file__, loader.get_library_path(), str(data)]
+        command = [sys.executable, "-I", espeak.__file__, loader.get_library_path(), str(data)]
         lines = "".join(json.dumps(request) + "\n" for request in requests)
         done = subprocess.run(command, input=lines.encode(), capture_output=True, check=False)
     if done.returncode != 0:
         reason = done.stderr.decode(errors="replace").strip().splitlines()
         raise DataError([reason[-1] if reason else f"espeak-ng ended with {done.returncode}"])
-    return _sounds(done.stdout)
+    return _decode(done.stdout)
 
 
-def _sounds(answers: bytes) -> list[np.ndarray]:
-    sounds, place = [], 0
-    while place < len(answers):
-        rate, count = np.frombuffer(answers, "<i4", 2, place)
-        samples = np.frombuffer(answers, np.int16, count, place + 8)
+def _decode(answers: bytes) -> list[np.ndarray]:
+    """The answers of `espeak` as samples at 16 kHz."""
+    sounds, position = [], 0
+    while position < len(answers):
+        rate, count = np.frombuffer(answers, "<i4", 2, position)
+        samples = np.frombuffer(answers, np.int16, count, position + 8)
         sounds.append(resample(samples / 32_768, int(rate)))
-        place += 8 + 2 * int(count)
+        position += 8 + 2 * int(count)
     return sounds
 
 
 def resample(samples: np.ndarray, rate: int) -> np.ndarray:
-    """Samples at 16 kHz: the spectrum, cut at 8 kHz.
+    """Resample to 16 kHz by cutting the spectrum at 8 kHz.
 
-    Padded so that both lengths are whole, and products of small numbers: transforms of others
-    take ten times as long.
+    The input is padded so that both lengths are integers with small prime factors. Fourier
+    transforms of other lengths take ten times as long.
     """
     unit = 32 * rate // np.gcd(rate, RATE)
     padded = -(-len(samples) // unit) * unit
@@ -163,8 +164,8 @@ def resample(samples: np.ndarray, rate: int) -> np.ndarray:
     return whole[: len(samples) * RATE // rate]
 
 
-def _room(samples: np.ndarray, chance: Generator) -> np.ndarray:
-    """Put speech into a recording: silence around it, a level, white to pink noise."""
+def _add_noise(samples: np.ndarray, chance: Generator) -> np.ndarray:
+    """Add silence before and after, set the level, and add white to pink noise."""
     before, after = chance.integers(RATE // 10, RATE // 4, 2)
     loudness = chance.uniform(0.2, 0.7) / np.abs(samples).max()
     speech = np.pad(samples * loudness, (before, after))

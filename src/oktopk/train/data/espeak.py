@@ -1,10 +1,10 @@
-"""A program that speaks: requests in JSON lines, samples out. Standard library only.
+"""A program that synthesizes speech with espeak-ng. It uses the standard library only.
 
-    python voice.py LIBRARY DATA < requests > samples
+    python espeak.py LIBRARY DATA < requests > samples
 
-Run by speak.py in a process of its own, because espeak-ng keeps state from one utterance to the
-next: only a fresh process says the same thing with the same bytes. (It also seeds the C library's
-random numbers from the clock, so they are seeded again here.) A request is
+`synthesis` runs it in a process of its own, because espeak-ng keeps state between utterances: only
+a new process gives the same bytes for the same requests. espeak-ng also seeds the C library's
+random numbers from the clock, so they are seeded again here. A request is a line of JSON,
 {"voice", "speed", "pitch", "range", "gap", "text"}; the answer is the sampling rate and the
 number of samples (two little-endian int32) and the samples (int16, the machine's byte order).
 """
@@ -44,7 +44,7 @@ def main(library: str, data: str) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         known = espeak.espeak_SetVoiceByName(request["voice"].encode()) == 0
-        # It takes an unknown variant ("en-us+nobody") for none, without a word.
+        # espeak-ng silently ignores an unknown variant, as in "en-us+nobody"
         variant = request["voice"].partition("+")[2]
         if not known or not os.path.exists(os.path.join(data, "voices", "!v", variant)):
             sys.exit(f"espeak-ng has no voice {request['voice']} in {data}")

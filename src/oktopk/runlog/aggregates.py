@@ -1,0 +1,132 @@
+"""Steps, bytes and time of a run, by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import msgspec
+import torch
+
+from oktopk.comm.communicator import Comm
+from oktopk.engine.saved_state import taken_over
+from oktopk.runlog.reader import RunLog
+from oktopk.runlog.schema import PhaseTotals, RunRecord, StepRecord
+from oktopk.stats import PHASES, Phase
+
+State = list[list[int]]
+"""The totals of one rank in a checkpoint: the fields of `PhaseTotals` for every phase."""
+
+
+class RunTotals(dict[Phase, PhaseTotals]):
+    """Sums by phase, of one rank or of all."""
+
+    def __init__(self) -> None:
+        super().__init__({phase: PhaseTotals() for phase in PHASES})
+
+    def add(self, step: StepRecord) -> None:
+        """Count one finished step."""
+        sums = self[step.phase]
+        sums.steps += 1
+        sums.skipped += bool(step.skipped)
+        sums.bytes_sent += step.bytes_sent
+        sums.bytes_dense += step.bytes_dense
+        sums.result += int(step.result or 0)
+        sums.numel += step.numel or 0
+        sums.microseconds += round((step.whole or 0.0) * 1e6)
+
+    @property
+    def whole(self) -> PhaseTotals:
+        """The sums over both phases."""
+        columns = zip(*(msgspec.structs.astuple(sums) for sums in self.values()), strict=True)
+        return PhaseTotals(*map(sum, columns))
+
+    def set_bytes(self, others: Sequence[RunTotals]) -> None:
+        """Take the bytes from the sum of other totals; steps and time stay as they are."""
+        for phase, sums in self.items():
+            sums.bytes_sent = sum(other[phase].bytes_sent for other in others)
+            sums.bytes_dense = sum(other[phase].bytes_dense for other in others)
+
+    def state(self) -> State:
+        """The totals as plain values, for a checkpoint."""
+        return [list(msgspec.structs.astuple(sums)) for sums in self.values()]
+
+
+def load_totals(state: State) -> RunTotals:
+    """The totals that a checkpoint holds for one rank."""
+    totals = RunTotals()
+    totals.update(zip(PHASES, (PhaseTotals(*values) for values in state), strict=True))
+    return totals
+
+
+def reshard_totals(states: Sequence[State], rank: int, world_size: int) -> RunTotals:
+    """Totals of `rank` after a change of world size: the bytes summed over ranks stay the same."""
+    totals = load_totals(states[0])
+    totals.set_bytes([load_totals(state) for state in taken_over(states, rank, world_size)])
+    return totals
+
+
+def sum_over_ranks(totals: RunTotals, comm: Comm, device: torch.device) -> RunTotals:
+    """The totals of this rank with the bytes of all ranks. Collective."""
+    own = torch.tensor(totals.state(), dtype=torch.int64, device=device)
+    summed = load_totals(totals.state())
+    summed.set_bytes([load_totals(comm.all_gather(own, stage="run").sum(0).tolist())])
+    return summed
+
+
+def totals_of_rank_0(runlog: RunLog) -> RunTotals:
+    """Sums over the recorded steps."""
+    totals = RunTotals()
+    for step in runlog.steps:
+        totals.add(step)
+    return totals
+
+
+def totals_of_all_ranks(runlog: RunLog) -> RunTotals | None:
+    """Sums over all ranks, which only a finished run has recorded."""
+    if runlog.end is None or not runlog.end.totals:
+        return None
+    totals = RunTotals()
+    totals.update(runlog.end.totals)
+    return totals
+
+
+def estimated_totals(runlog: RunLog) -> RunTotals:
+    """Sums over all ranks. An unfinished run counts as if all ranks had sent what rank 0 sent."""
+    recorded = totals_of_all_ranks(runlog)
+    if recorded is not None:
+        return recorded
+    totals = totals_of_rank_0(runlog)
+    totals.set_bytes([totals_of_rank_0(runlog)] * (runlog.info.size or 1))
+    return totals
+
+
+def cumulative_bytes(runlog: RunLog) -> list[float]:
+    """Bytes that all ranks sent up to each step.
+
+    Steps record the bytes of rank 0. Ranks may send different amounts (in a tree they do), but the
+    share of rank 0 hardly changes within a phase: its bytes are scaled to the total of the phase.
+    """
+    whole, own = estimated_totals(runlog), totals_of_rank_0(runlog)
+    scale = {p: whole[p].bytes_sent / own[p].bytes_sent for p in PHASES if own[p].bytes_sent}
+    return list(accumulate(step.bytes_sent * scale.get(step.phase, 0) for step in runlog.steps))
+
+
+def cumulative_minutes(runlog: RunLog) -> list[float]:
+    """Minutes that the steps took up to each of them, without validation."""
+    return [seconds / 60 for seconds in accumulate(step.whole or 0.0 for step in runlog.steps)]
+
+
+def steady_steps(runlog: RunLog) -> list[StepRecord]:
+    """The steps without those that compile and connect.
+
+    Left out is the first step of each phase, and the first after each start or resume.
+    """
+    started = {run.step for run in runlog.of(RunRecord)}
+    phases = [step.phase for step in runlog.steps]
+    previous = [None, *phases]
+    return [
+        step
+        for step, phase, before in zip(runlog.steps, phases, previous, strict=False)
+        if phase == before and step.step not in started
+    ]

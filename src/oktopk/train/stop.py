@@ -1,0 +1,60 @@
+"""How a run is asked to stop: SIGTERM or SIGINT to any rank, then all ranks save and leave.
+
+1. The first signal sets a flag on the rank that receives it. The default handlers are back after
+   that, so a second signal ends the process at once.
+2. The recorder sends the flag along with the metrics that it gathers from all ranks anyway, at
+   least every `MAX_SECONDS_BETWEEN_CHECKS`. From then on every rank knows that one was asked.
+3. All ranks save a checkpoint of the same step and raise `StoppedError`.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from oktopk.errors import StoppedError
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+MAX_SECONDS_BETWEEN_CHECKS = 5.0
+"""Longest time, in whole steps, until all ranks know that one was asked to stop."""
+
+
+class StopRequest:
+    """Turns the first stop signal in its block into a flag that ranks share."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        """Whether this rank received a signal."""
+
+        self.agreed = False
+        """Whether every rank knows that one of them received a signal."""
+
+        self._handlers: dict[int, signal._HANDLER] = {}
+
+    def __enter__(self) -> StopRequest:
+        self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore_handlers()
+
+    def _on_signal(self, *_: object) -> None:
+        self.requested = True
+        self._restore_handlers()
+
+    def _restore_handlers(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def share(self, any_rank: bool) -> None:
+        """Take in whether any rank has the flag set. Every rank calls it with the same value."""
+        self.agreed = self.agreed or any_rank
+
+    def raise_if_agreed(self, step: int) -> None:
+        """End the run, once the checkpoint of this step is saved."""
+        if self.agreed:
+            raise StoppedError(f"stopped and saved at step {step}: continue with --resume")
+
+
+def steps_between_checks(seconds_per_step: float, most: int) -> int:
+    """Steps until ranks share their flags again. The slowest rank decides, so that all agree."""
+    return max(1, min(most, int(MAX_SECONDS_BETWEEN_CHECKS / seconds_per_step)))

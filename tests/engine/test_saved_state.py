@@ -195,3 +195,14 @@ def test_odd_states_are_one_kind_of_error():
         except StateError:
             outcomes["refused"] += 1
     assert min(outcomes.values()) > 0
+
+
+@pytest.mark.parametrize("old_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("new_size", [1, 2, 3, 5, 8])
+def test_every_saved_state_is_taken_over_by_one_rank(old_size, new_size):
+    saved = list(range(old_size))
+    taken = [saved_state.taken_over(saved, rank, new_size) for rank in range(new_size)]
+    assert sorted(state for part in taken for state in part) == saved
+    assert max(map(len, taken)) - min(map(len, taken)) <= 1
+    if old_size == new_size:
+        assert taken == [[rank] for rank in range(new_size)]

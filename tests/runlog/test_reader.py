@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from oktopk.runlog.reader import parse, read_runlog
 from oktopk.runlog.schema import UnknownRecord
 
@@ -54,3 +56,32 @@ def test_numbers_that_json_does_not_have_are_null():
     """`json.dumps` writes NaN for a NaN."""
     record = parse(json.dumps(step(1, loss=float("nan"), lr=float("inf"))).encode())
     assert record.step == 1 and record.loss is None and record.lr is None
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_a_line_that_a_kill_cut_off_loses_only_itself(tmp_path, cut):
+    lines = [json.dumps(step(n)).encode() for n in range(3)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines)[:-cut])
+    runlog = read_runlog(tmp_path)
+    assert [record.step for record in runlog.steps] == [0, 1]
+    assert runlog.problems == ["metrics.jsonl: line 3 could not be read and was skipped"]
+
+
+def test_a_resumed_run_that_appends_to_half_a_line_damages_that_line_only(tmp_path):
+    half, whole = json.dumps(step(1)).encode()[:25], json.dumps(step(2)).encode()
+    (tmp_path / "metrics.jsonl").write_bytes(half + whole + b"\n" + whole + b"\n")
+    runlog = read_runlog(tmp_path)
+    assert [record.step for record in runlog.steps] == [2]
+    assert runlog.problems == ["metrics.jsonl: line 1 could not be read and was skipped"]
+
+
+def test_records_of_unknown_kinds_are_no_problem(tmp_path):
+    lines = [json.dumps(step(0)), json.dumps({"kind": "mine"}), json.dumps(step(1))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    runlog = read_runlog(tmp_path)
+    assert len(runlog.steps) == 2 and runlog.problems == []
+
+
+def test_fields_that_the_schema_does_not_know_are_ignored():
+    record = parse(json.dumps(step(1, colour="red")).encode())
+    assert record.step == 1 and not hasattr(record, "colour")

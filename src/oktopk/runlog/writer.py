@@ -24,6 +24,7 @@ class RunLogWriter:
         complete = written[: written.rfind(b"\n") + 1]  # the last line may be unfinished
         self._file = path.open("a")
         self._file.truncate(len(complete))
+        self._file.seek(len(complete))  # else the old end is reported until something is written
 
     @property
     def num_bytes(self) -> int:

@@ -20,7 +20,7 @@ from oktopk.train.config import (
 )
 from oktopk.train.setup import log_unused_options, preset_options
 
-PLAIN = {"late_moments": False, "beta1": None, "advance": 0.0, "follow_rate": False}  # by hand
+PLAIN = {"overshoot": 0.0, "staleness_correction": False, "rescale_with_lr": False}
 
 
 def test_the_known_configs_are_shipped():
@@ -98,19 +98,19 @@ def test_nothing_near_is_no_hint():
     ("chosen", "expected"),
     [
         ({}, {}),
-        ({"beta1": 0.5, "late_moments": "off"}, {"beta1": 0.5, "late_moments": False}),
-        ({"advance": 0.0, "follow_rate": "on"}, {"advance": 0.0, "follow_rate": True}),
+        ({"beta1": 0.5, "late_moments": "off"}, {"max_beta1": 0.5, "staleness_correction": False}),
+        ({"advance": 0.0, "follow_rate": "on"}, {"overshoot": 0.0, "rescale_with_lr": True}),
         ({"remedies": "none"}, PLAIN),
-        ({"remedies": "none", "late_moments": "on"}, {**PLAIN, "late_moments": True}),
+        ({"remedies": "none", "late_moments": "on"}, {**PLAIN, "staleness_correction": True}),
     ],
 )
-def test_remedies_by_hand(chosen, expected):
+def test_the_config_overrides_the_preset(chosen, expected):
     assert preset_options(Config(optimizer="adamw", **chosen)) == expected
 
 
-def test_remedies_for_dense_are_said_to_do_nothing(caplog):
+def test_preset_options_without_effect_are_logged(caplog):
     with caplog.at_level("INFO", logger="oktopk"):
         log_unused_options(Config(method="dense", remedies="none"))
         assert not caplog.messages
         log_unused_options(Config(method="dense", optimizer="adamw", beta1=0.3))
-    assert caplog.messages == ["beta1: without effect, since dense sends everything"]
+    assert caplog.messages == ["max_beta1: without effect, since dense sends everything"]

@@ -19,7 +19,6 @@ from oktopk.adapters.ddp.handle import Handle
 from oktopk.comm.communicator import Comm
 from oktopk.errors import RunError
 from oktopk.launch.local_workers import Place
-from oktopk.optim.presets import FIELDS
 from oktopk.runlog.aggregates import RunTotals
 from oktopk.runlog.schema import ProbeRecord
 from oktopk.train.all_or_raise import all_or_raise, check_same_data
@@ -160,9 +159,13 @@ def make_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
     return SGD(model.parameters(), momentum=config.momentum, **common)
 
 
+PLAIN_FEEDBACK = {"overshoot": 0.0, "staleness_correction": False, "rescale_with_lr": False}
+"""Arguments of `attach` for plain error feedback, without the optimizer's preset."""
+
+
 def preset_options(config: Config) -> dict[str, Any]:
     """Arguments of `attach` with which the config overrides the optimizer's preset."""
-    chosen: dict[str, Any] = dict.fromkeys(FIELDS, False) if config.remedies == "none" else {}
+    chosen: dict[str, Any] = dict(PLAIN_FEEDBACK) if config.remedies == "none" else {}
     for name, option in {"beta1": "max_beta1", "advance": "overshoot"}.items():
         if getattr(config, name) != -1:
             chosen[option] = getattr(config, name)

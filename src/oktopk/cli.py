@@ -1,4 +1,4 @@
-"""The command line: `oktopk methods`, `check`, `bench`, `data`, `train`, and what looks at runs."""
+"""The command line. Each command has its own help with an example."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from oktopk.train.config import (
     nearest,
     shipped,
 )
-from oktopk.train.config import add_flags as add_train_flags
+from oktopk.train.flags import add_flags as add_train_flags
 from oktopk.utils import signals
 from oktopk.utils.extras import (
     EXTRAS,
@@ -58,7 +58,7 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def data(args: argparse.Namespace) -> int:
-    """Get, check or repair data for the speech trainer."""
+    """Synthesize, convert, check or repair data for the speech trainer."""
     from oktopk.train.data.commands import run
 
     if args.action == "speak":
@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     table.set_defaults(run=methods)
     test = commands.add_parser(
         "check",
-        help="a self-test of these machines: network, and the laws on small gradients",
+        help="a self-test of these machines: the network, and exchanges of small gradients",
         epilog="examples: oktopk check --workers 4; torchrun --nproc-per-node 2 -m oktopk check",
     )
     test.add_argument(
@@ -124,29 +124,33 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
 def _add_data(commands: argparse._SubParsersAction) -> None:
     data_parser = commands.add_parser(
         "data",
-        help="recordings to train on: get them, check them, repair their lists",
+        help="recordings to train on: get them, check them, repair their manifests",
         epilog="examples: oktopk data speak; oktopk data an4 an4_raw.bigendian.tar.gz",
     )
     actions = data_parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     data_parser.set_defaults(run=data)
     an4 = actions.add_parser(
         "an4",
-        help="AN4 as CMU gives it: check it, write WAV files and manifests",
+        help="AN4 as CMU distributes it: check it, write WAV files and manifests",
         epilog="example: oktopk data an4 an4_raw.bigendian.tar.gz --prune",
     )
     an4.add_argument("path", type=Path, help="the folder with etc/ and wav/, or the tarball")
     an4.add_argument("--out", type=Path, default=Path("data/an4"), help="default: %(default)s")
-    an4.add_argument("--prune", action="store_true", help="train on 1 to 15 s, as the reference")
+    an4.add_argument(
+        "--prune",
+        action="store_true",
+        help="train on recordings of 1 to 15 s, as the original code does",
+    )
     speak = actions.add_parser(
         "speak",
-        help="an AN4-like corpus from a speech synthesiser, in seconds",
+        help="a corpus like AN4 from a speech synthesizer, in seconds",
         epilog="example: oktopk data speak --train 2000 --seed 7 --out data/mine",
     )
     speak.add_argument("--out", type=Path, default=Path("data/spoken"), help="default: %(default)s")
     for name, default, what in (
         ("--train", 800, "utterances to train on"),
         ("--test", 100, "utterances of other speakers"),
-        ("--seed", 1, "the same seed speaks the same bytes"),
+        ("--seed", 1, "the same seed gives the same bytes"),
     ):
         speak.add_argument(name, type=int, default=default, help=f"{what}; default: %(default)s")
     _add_lists(actions)
@@ -155,9 +159,9 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
 def _add_train(commands: argparse._SubParsersAction) -> None:
     speech = commands.add_parser(
         "train",
-        help="train lstman4 speech recognition, on AN4 or on a corpus it speaks itself",
-        description="Train lstman4. In parentheses: the reference's values. A config changes some; "
-        f"without --config it is {DEFAULT} (configs/{DEFAULT}.toml).",
+        help="train lstman4 for speech recognition, on AN4 or on a synthesized corpus",
+        description="Train lstman4. In parentheses: the values of the original code. A config "
+        f"changes some; without --config it is {DEFAULT} (configs/{DEFAULT}.toml).",
         epilog="examples: oktopk train; oktopk train --config lstm_extended --data data/an4; "
         "torchrun --nproc-per-node 4 -m oktopk train --resume",
         allow_abbrev=False,
@@ -165,16 +169,18 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     known = ", ".join(shipped())
     speech.add_argument("--config", help=f"a TOML file, or one of {known} (default: {DEFAULT})")
     speech.add_argument(
-        "--resume", action="store_true", help="go on from the run's last checkpoint, if it has one"
+        "--resume",
+        action="store_true",
+        help="continue from the last checkpoint of the run, if it has one",
     )
     add_train_flags(speech)
     speech.set_defaults(run=train, known=[f"--{field.replace('_', '-')}" for field in FIELDS])
 
 
-# commands over runs: what each is for and an example; flags and work are in oktopk.NAME.command
+# commands on runs: help and an example; oktopk.NAME.command has their flags and their code
 RUNS = {
     "report": (
-        "one page about a run: what it learned, what it sent, what took the time",
+        "write one page about a run: what it learned, what it sent, and its times",
         "example: oktopk report runs/quickstart",
     ),
     "compare": (
@@ -186,7 +192,7 @@ RUNS = {
         "example: oktopk sweep --trials 20 --lr 1e-3:1e-2 --density 0.01:0.1 --epochs 5",
     ),
     "watch": (
-        "a run in the terminal, as it goes on",
+        "show a run in the terminal while it is running",
         "examples: oktopk watch quickstart; oktopk watch runs/compare/dense --once",
     ),
 }
@@ -203,16 +209,20 @@ def _add_runs(commands: argparse._SubParsersAction) -> None:
 def _add_lists(actions: argparse._SubParsersAction) -> None:
     fix = actions.add_parser(
         "fix-manifest",
-        help="make a manifest with the paths of another machine fit this one",
+        help="repair a manifest that has the paths of another machine",
         epilog="example: oktopk data fix-manifest an4_train_manifest.csv --root data/an4",
     )
     fix.add_argument("file", type=Path, help="the manifest")
-    fix.add_argument("--root", type=Path, required=True, help="the folder that has its files")
+    fix.add_argument("--root", type=Path, required=True, help="the folder with its files")
     fix.add_argument("--out", type=Path, help="default: the manifest itself")
-    fix.add_argument("--prune", action="store_true", help="keep 1 to 15 s, as the reference")
+    fix.add_argument(
+        "--prune",
+        action="store_true",
+        help="keep recordings of 1 to 15 s, as the original code does",
+    )
     look = actions.add_parser(
         "check",
-        help="name everything in a data folder that would stop training",
+        help="list all problems in a data folder that would stop training",
         epilog="example: oktopk data check data/an4",
     )
     look.add_argument("folder", type=Path, help="the folder with the two manifests")
@@ -222,7 +232,7 @@ def main() -> None:
     from oktopk.launch.local_workers import LaunchError, find_place
 
     parent_watchdog.hold()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have bytes that are no text
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have bytes that are not text
         sys.stdout.reconfigure(errors="backslashreplace")
     whole = parser()
     args, unknown = whole.parse_known_args()
@@ -232,9 +242,9 @@ def main() -> None:
     try:
         with signals.interruptible(is_rank=find_place() is not None):
             sys.exit(run(args))
-    except (LaunchError, ExchangeError) as error:  # it says all; where it was raised does not help
+    except (LaunchError, ExchangeError) as error:  # the message is enough, without a traceback
         sys.exit(f"oktopk: {type(error).__name__}: {error}")
-    except BrokenPipeError:  # who read the output has left, as in `oktopk methods | head -1`
+    except BrokenPipeError:  # the reader has closed the pipe, as in `oktopk methods | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (FileError, OSError) as error:
@@ -244,7 +254,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a command, once the packages that it needs are there."""
+    """Run a command if the packages that it needs are installed."""
     what = f"oktopk {args.command}"
     try:
         require(what, *NEEDED.get(args.command, ()))

@@ -8,16 +8,8 @@ from dataclasses import fields
 
 import pytest
 
-from oktopk.train.config import (
-    SHIPPED,
-    Config,
-    add_flags,
-    load,
-    nearest,
-    shipped,
-    to_toml,
-    with_flags,
-)
+from oktopk.train.config import SHIPPED, Config, load, nearest, shipped, to_toml
+from oktopk.train.flags import add_flags, with_flags
 from oktopk.train.setup import log_unused_options, preset_options
 
 PLAIN = {"overshoot": 0.0, "staleness_correction": False, "rescale_with_lr": False}

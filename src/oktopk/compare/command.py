@@ -26,15 +26,10 @@ from oktopk.compare.results import (
 from oktopk.report.texttable import markdown
 from oktopk.runlog.reader import RunLog, read_runlog
 from oktopk.runlog.run_directory import METRICS_FILE, lock
-from oktopk.train.config import (
-    DEFAULT,
-    FIELDS,
-    Config,
-    load,
-    with_flags,
-)
-from oktopk.train.config import add_flags as add_train_flags
+from oktopk.train.config import DEFAULT, FIELDS, Config, load
 from oktopk.train.console import print_line
+from oktopk.train.flags import add_flags as add_train_flags
+from oktopk.train.flags import with_flags
 from oktopk.train.run_process import (
     directory_of,
     exit_code_of,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from oktopk.runlog.schema import Histogram
+from oktopk.runlog.schema import Histogram, TensorsRecord
 
 MIN_EXPONENT, MAX_EXPONENT, BINS_PER_DECADE = -14, 6, 4
 NUM_BINS = (MAX_EXPONENT - MIN_EXPONENT) * BINS_PER_DECADE
@@ -27,3 +27,22 @@ def histogram(x: Tensor) -> Histogram:
 def bin_edges(first: int, num: int) -> list[float]:
     """The `num` + 1 edges of the bins from `first` on."""
     return [10 ** (MIN_EXPONENT + (first + i) / BINS_PER_DECADE) for i in range(num + 1)]
+
+
+def tensors_record(
+    step: int, gradients: dict[str, Tensor], residuals: dict[str, Tensor]
+) -> TensorsRecord:
+    """How many entries of each tensor were exchanged, and norms and histograms."""
+    groups = {"gradient": gradients, "residual": residuals}
+    return TensorsRecord(
+        step=step,
+        kept={name: int(torch.count_nonzero(grad)) for name, grad in gradients.items()},
+        of={name: grad.numel() for name, grad in gradients.items()},
+        spread={
+            name: histogram(torch.cat([tensor.flatten() for tensor in tensors.values()]))
+            for name, tensors in groups.items()
+            if tensors
+        },
+        norm={name: grad.norm().item() for name, grad in gradients.items()},
+        residual_norm={name: residual.norm().item() for name, residual in residuals.items()},
+    )

@@ -14,13 +14,9 @@ from oktopk.runlog.run_directory import lock
 from oktopk.sweep.loop import sweep
 from oktopk.sweep.plan import Plan, store_or_compare
 from oktopk.sweep.space import SEARCHED, add_ranges, parse
-from oktopk.train.config import (
-    DEFAULT,
-    FIELDS,
-    load,
-    with_flags,
-)
-from oktopk.train.config import add_flags as add_train_flags
+from oktopk.train.config import DEFAULT, FIELDS, load
+from oktopk.train.flags import add_flags as add_train_flags
+from oktopk.train.flags import with_flags
 from oktopk.train.run_process import exit_code_of
 from oktopk.utils.signals import interruptible
 

@@ -1,6 +1,6 @@
-"""The least and the most that each number of a config may be.
+"""The range of each number in a config.
 
-A number beyond them is refused before anything starts: it would fail later, or never end.
+A number outside of its range is refused before anything starts: it would fail later, or never end.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "keep": (1, 10_000, "more than a disk holds"),
 }
 MOST_WEIGHTS = 2**31
-"""Of the LSTM layers: positions of gradient entries are sent as 32-bit integers."""
+"""Most weights of the LSTM layers: indices of gradient entries are 32-bit integers."""
 SMALLEST_RATE = 1e-300
-"""What lr_decay may make of a learning rate of 1 in the last epoch."""
+"""Smallest factor that lr_decay may reach in the last epoch."""
 LONGEST_NAME = 100
-"""Bytes of a run's name: file names with suffixes must stay below 255."""
+"""Most bytes of a run's name: file names with suffixes must stay below 255."""
 LONGEST_PATH = 4096
 
 
@@ -73,7 +73,7 @@ def check_type(name: str, value: Any, kind: type) -> None:
 
 
 def _check_text(name: str, value: str) -> None:
-    """Text goes into file names and into config.toml: it must be UTF-8 without control codes."""
+    """Check text, which is used in file names and config.toml: UTF-8 without control codes."""
     strange = [c for c in value if ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000]
     if strange:
         raise ValueError(f"{name} has the character {strange[0]!r}, which no path may have here")
@@ -82,7 +82,7 @@ def _check_text(name: str, value: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """A wrong value for a message: its beginning, where it is long."""
+    """A wrong value for an error message, shortened if it is long."""
     if not isinstance(value, str | int | float):
         return f"a {type(value).__name__}"
     if isinstance(value, int) and abs(value) >= 10**50:

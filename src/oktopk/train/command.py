@@ -16,8 +16,9 @@ from oktopk.runlog.run_directory import (
     latest_resumable,
     run_directory,
 )
-from oktopk.train.config import DEFAULT, Config, given, load, load_run, with_flags
+from oktopk.train.config import DEFAULT, Config, load, load_run
 from oktopk.train.data.manifest import find_manifests
+from oktopk.train.flags import given, with_flags
 from oktopk.train.run import RESUME_ADVICE, ReportWriter, run_worker
 from oktopk.train.setup import synthetic_corpus
 from oktopk.utils.extras import require

@@ -7,7 +7,7 @@ import sys
 import time
 
 from oktopk.runlog.aggregates import RunTotals
-from oktopk.runlog.schema import StepRecord
+from oktopk.runlog.schema import OVERLAPPED_PARTS, STEP_PARTS, EpochRecord, StepRecord
 from oktopk.utils.units import clock
 
 
@@ -72,3 +72,25 @@ class ProgressBar:
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
+
+
+def epoch_line(epoch: EpochRecord) -> str:
+    """An epoch in one line: losses, error rates where validated, and the time of a step by part."""
+    values = {
+        "train loss": epoch.train_loss,
+        "val loss": epoch.val_loss,
+        "WER": epoch.wer,
+        "CER": epoch.cer,
+    }
+    known = "".join(f"  {name} {value:.3f}" for name, value in values.items() if value is not None)
+    text = f"epoch {epoch.epoch}{known}"
+    if epoch.seconds:
+        serial, overlapped = (
+            _milliseconds(epoch.seconds, parts) for parts in (STEP_PARTS, OVERLAPPED_PARTS)
+        )
+        text += f"  (ms per step: {serial}; overlapped: {overlapped})"
+    return text
+
+
+def _milliseconds(seconds: dict[str, float | None], parts: tuple[str, ...]) -> str:
+    return ", ".join(f"{part} {(seconds[part] or 0.0) * 1e3:.0f}" for part in parts)

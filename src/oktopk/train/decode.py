@@ -1,4 +1,4 @@
-"""From log probabilities of letters per frame to text: greedy, or a prefix beam search."""
+"""Decode log probabilities of characters by frame to text: greedy, or by prefix beam search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from oktopk.train.data.labels import BLANK, decode
 
 
 def greedy(log_probs: Tensor, lengths: Tensor) -> list[str]:
-    """Texts of the likeliest letters of each frame: repeats collapse, blanks go. (T, N, 29) in."""
+    """Take the likeliest character of each frame of (T, N, 29); drop repeats, then blanks."""
     best = log_probs.argmax(-1).T.cpu()
     return [_collapse(row[:length]) for row, length in zip(best, lengths.tolist(), strict=True)]
 
@@ -51,7 +51,7 @@ def _grow(
     ends: tuple[float, float],
     frame: list[float],
 ) -> None:
-    """Add what one frame makes of a prefix: the same text, or one letter more."""
+    """Add the prefixes that one frame leads to: the same text, or one character more."""
     blank, letter = ends
     whole = _add(blank, letter)
     same = grown.setdefault(prefix, [-math.inf, -math.inf])
@@ -60,7 +60,7 @@ def _grow(
         same[1] = _add(same[1], letter + frame[prefix[-1]])
     for index in range(1, len(frame)):
         longer = grown.setdefault((*prefix, index), [-math.inf, -math.inf])
-        # a letter twice in a row needs a blank between
+        # the same character twice in a row needs a blank between
         before = blank if prefix and prefix[-1] == index else whole
         longer[1] = _add(longer[1], before + frame[index])
 

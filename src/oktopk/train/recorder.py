@@ -6,7 +6,6 @@ Every rank has a recorder, because the loss of a step is the mean over ranks; on
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -14,15 +13,12 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch import Tensor
 
 from oktopk.errors import RunError, StoppedError
 from oktopk.runlog.aggregates import RunTotals
-from oktopk.runlog.histogram import histogram
+from oktopk.runlog.histogram import tensors_record
 from oktopk.runlog.run_directory import METRICS_FILE
 from oktopk.runlog.schema import (
-    OVERLAPPED_PARTS,
-    STEP_PARTS,
     TIMED_PARTS,
     EndRecord,
     EpochRecord,
@@ -32,17 +28,16 @@ from oktopk.runlog.schema import (
     RankMemory,
     RanksRecord,
     StepRecord,
-    TensorsRecord,
-    WarningRecord,
 )
 from oktopk.runlog.writer import RunLogWriter
 from oktopk.train.all_or_raise import all_or_raise
-from oktopk.train.console import ProgressBar
+from oktopk.train.console import ProgressBar, epoch_line
 from oktopk.train.memory import memory_usage
 from oktopk.train.run_info import run_record
 from oktopk.train.setup import Run
 from oktopk.train.stop import StopRequest, steps_between_checks
 from oktopk.train.tensorboard import TensorBoardWriter
+from oktopk.train.warning_collector import WarningCollector
 
 log = logging.getLogger("oktopk")
 
@@ -231,70 +226,3 @@ class Recorder:
             with suppress(OSError):
                 self._sinks.runlog.write(*self._warnings.take(self._run.progress.step), end)
         self._sinks.close(ignore_errors=kind is not None)
-
-
-class WarningCollector(logging.Handler):
-    """Keeps the warnings that are logged in its block until they are written.
-
-    Any thread may log.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._texts: deque[str] = deque(maxlen=100)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._texts.append(record.getMessage())
-
-    def __enter__(self) -> WarningCollector:
-        log.addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        log.removeHandler(self)
-
-    def take(self, step: int) -> list[WarningRecord]:
-        """The warnings since the last call."""
-        texts = [self._texts.popleft() for _ in range(len(self._texts))]
-        return [WarningRecord(step=step, text=text) for text in texts]
-
-
-def tensors_record(
-    step: int, gradients: dict[str, Tensor], residuals: dict[str, Tensor]
-) -> TensorsRecord:
-    """How many entries of each tensor were exchanged, and norms and histograms."""
-    groups = {"gradient": gradients, "residual": residuals}
-    return TensorsRecord(
-        step=step,
-        kept={name: int(torch.count_nonzero(grad)) for name, grad in gradients.items()},
-        of={name: grad.numel() for name, grad in gradients.items()},
-        spread={
-            name: histogram(torch.cat([tensor.flatten() for tensor in tensors.values()]))
-            for name, tensors in groups.items()
-            if tensors
-        },
-        norm={name: grad.norm().item() for name, grad in gradients.items()},
-        residual_norm={name: residual.norm().item() for name, residual in residuals.items()},
-    )
-
-
-def epoch_line(epoch: EpochRecord) -> str:
-    """An epoch in one line: losses, error rates where validated, and the time of a step by part."""
-    values = {
-        "train loss": epoch.train_loss,
-        "val loss": epoch.val_loss,
-        "WER": epoch.wer,
-        "CER": epoch.cer,
-    }
-    known = "".join(f"  {name} {value:.3f}" for name, value in values.items() if value is not None)
-    text = f"epoch {epoch.epoch}{known}"
-    if epoch.seconds:
-        serial, overlapped = (
-            _milliseconds(epoch.seconds, parts) for parts in (STEP_PARTS, OVERLAPPED_PARTS)
-        )
-        text += f"  (ms per step: {serial}; overlapped: {overlapped})"
-    return text
-
-
-def _milliseconds(seconds: dict[str, float | None], parts: tuple[str, ...]) -> str:
-    return ", ".join(f"{part} {(seconds[part] or 0.0) * 1e3:.0f}" for part in parts)

@@ -21,14 +21,8 @@ from oktopk.runlog.aggregates import load_totals, reshard_totals
 from oktopk.runlog.run_directory import CHECKPOINT_FOLDER
 from oktopk.train import checkpoint
 from oktopk.train.checkpoint import Count
-from oktopk.train.config import (
-    HARMLESS,
-    Config,
-    as_flag,
-    changes,
-    parse,
-    to_toml,
-)
+from oktopk.train.config import HARMLESS, Config, changes, parse, to_toml
+from oktopk.train.flags import as_flag
 from oktopk.train.recorder import Recorder
 from oktopk.train.setup import Run
 from oktopk.utils.files import checked, file_error, one_line

@@ -29,12 +29,13 @@ from oktopk.train.all_or_raise import all_or_raise, shared_settings
 from oktopk.train.config import Config, to_toml
 from oktopk.train.console import LineHandler, print_line
 from oktopk.train.loop import train
-from oktopk.train.recorder import Recorder, WarningCollector
+from oktopk.train.recorder import Recorder
 from oktopk.train.resume import restore
 from oktopk.train.setup import Run, set_up
 from oktopk.train.stop import StopRequest
 from oktopk.train.summary import summary
 from oktopk.train.validate import Validation
+from oktopk.train.warning_collector import WarningCollector
 from oktopk.utils.files import write_whole
 
 log = logging.getLogger("oktopk")

@@ -18,12 +18,8 @@ from oktopk.runlog.reader import RunLog, read_runlog
 from oktopk.runlog.run_directory import METRICS_FILE
 from oktopk.runlog.schema import Record
 from oktopk.runlog.tail import RunLogTail
-from oktopk.train.config import (
-    Config,
-    as_flag,
-    changes,
-    load,
-)
+from oktopk.train.config import Config, changes, load
+from oktopk.train.flags import as_flag
 
 SECONDS_TO_SAVE = AFTER_SIGNAL + 10.0
 """Seconds that a run has to save and exit; its workers have AFTER_SIGNAL of them."""

@@ -1,4 +1,4 @@
-"""The learning rate of a step, in closed form: nothing to save, nothing to drift."""
+"""The learning rate of a step in closed form, so that a checkpoint need not hold it."""
 
 from __future__ import annotations
 

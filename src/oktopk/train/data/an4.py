@@ -1,4 +1,4 @@
-"""AN4 as CMU gives it: `etc/an4_{train,test}.{fileids,transcription}` and recordings in `wav/`."""
+"""AN4 as CMU distributes it: lists of files and transcripts in `etc/`, recordings in `wav/`."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ LOOKED_AT = 25  # raw files that decide on the byte order
 def convert(source: Path, out: Path, prune: bool = False) -> tuple[Path, Path]:
     """Check AN4, write it as WAV with manifests below `out`, and return the two manifests.
 
-    Nothing is written unless every recording and transcript of both lists is good. The manifests
-    come last: where they are, all else is. With `prune`, training leaves out what the reference
-    does (under 1 s, over 15 s).
+    Nothing is written unless every recording and transcript of both lists is valid. The manifests
+    are written last: where they exist, everything else does. With `prune`, recordings under 1 s and
+    over 15 s are left out of training, as in the original code.
     """
     problems: list[str] = []
     with _opened(source) as root:
@@ -69,7 +69,7 @@ def convert(source: Path, out: Path, prune: bool = False) -> tuple[Path, Path]:
 
 
 def _check(draft: Path, out: Path) -> None:
-    """Look at both lists as training would; what is wrong is told with the names it would have."""
+    """Check both lists as training would. Problems are reported with the final paths."""
     try:
         check(*(read_manifest(path) for path in find_manifests(draft)))
     except DataError as error:
@@ -77,7 +77,7 @@ def _check(draft: Path, out: Path) -> None:
 
 
 def _publish(draft: Path, out: Path) -> tuple[Path, Path]:
-    """Move everything to its place, the manifests last."""
+    """Move all files to their final folder, the manifests last."""
     manifests = find_manifests(draft)
     for path in [*sorted(draft.glob("*/*")), *manifests]:
         target = out / path.relative_to(draft)
@@ -88,7 +88,7 @@ def _publish(draft: Path, out: Path) -> tuple[Path, Path]:
 
 @contextmanager
 def _opened(source: Path) -> Iterator[Path]:
-    """The folder that has `etc` and `wav`: `source`, a folder in it, or in the tarball it is."""
+    """The folder with `etc` and `wav`: `source`, a folder in it, or a folder in the tarball."""
     if source.is_dir():
         yield _root(source, source)
         return
@@ -107,7 +107,7 @@ def _opened(source: Path) -> Iterator[Path]:
 
 
 def _of_bounded_size(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The members, as long as they do not unpack to more than AN4 could be."""
+    """The members of the archive. Raise if they unpack to more than AN4 can have."""
     unpacked = 0
     for member in archive:
         unpacked += member.size
@@ -125,7 +125,7 @@ def _root(folder: Path, source: Path) -> Path:
 
 
 def _listed(root: Path, part: str, problems: list[str]) -> list[tuple[Path, str]]:
-    """Recording and transcript of every good line of one list; what is wrong is added."""
+    """Recording and transcript of every valid line of one list. Problems are appended."""
     etc = root / "etc"
     transcripts = dict(map(_transcript, _lines(etc / f"an4_{part}.transcription")))
     listed = []
@@ -169,7 +169,7 @@ def _shared_speakers(listed: dict[str, list[tuple[Path, str]]]) -> list[str]:
 
 
 def _load(paths: list[Path], problems: list[str]) -> dict[Path, np.ndarray]:
-    """All recordings that can be trained on; what is wrong with the others is added."""
+    """All recordings that can be decoded. Problems with the others are appended."""
     raw = [path for path in paths if path.suffix == ".raw" and path.stat().st_size]
     order = byte_order(raw[:: len(raw) // LOOKED_AT + 1]) if raw else ""
     recordings = {}

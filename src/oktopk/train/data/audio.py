@@ -1,7 +1,7 @@
-"""One recording: 16 kHz mono samples in [-1, 1), and what is wrong with it when something is.
+"""One recording as 16 kHz mono samples in [-1, 1), and checks of its file.
 
-WAV, FLAC and NIST sphere are read by libsndfile. It forgives a file that ends early, so the sizes
-their headers promise are compared with the file first.
+libsndfile reads WAV, FLAC and NIST sphere. It accepts a file that ends early, so the size in the
+header is compared with the file first.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from oktopk.utils.files import is_file, one_line
 
 RATE = 16_000
 FULL_SCALE = 32_768
-SILENCE = 2 / FULL_SCALE  # no sample departs further from the mean: a recording of nothing
+SILENCE = 2 / FULL_SCALE  # a recording is silent if no sample is further from the mean
 SHORTEST = 320  # samples in one window of the spectrogram
-LONGEST = 3600 * RATE  # samples of all channels: what is decoded at once must fit the memory
+LONGEST = 3600 * RATE  # samples of all channels, which are decoded at once
 BYTE_ORDERS = {"big": ">i2", "little": "<i2"}
 
 
 def duration(path: Path) -> float:
-    """Seconds of a recording. Reads the header only, and refuses what the header shows is wrong."""
+    """Seconds of a recording. Reads only the header, and raises if it shows a problem."""
     return _header(path).frames / RATE
 
 
@@ -55,12 +55,12 @@ def read_raw(path: Path, byte_order: str) -> np.ndarray:
 
 
 def silent(samples: np.ndarray) -> bool:
-    """Whether nothing was recorded. An offset of the converter is nothing as well."""
+    """Whether nothing was recorded. A constant offset counts as silence."""
     return bool(np.abs(samples - samples.mean()).max() <= SILENCE)
 
 
 def write_wav(path: Path, samples: np.ndarray) -> None:
-    """Write 16-bit PCM. 16-bit samples that were read come back as they were."""
+    """Write 16-bit PCM. Samples that were read from 16 bits are written unchanged."""
     whole = np.clip(np.rint(samples * FULL_SCALE), -FULL_SCALE, FULL_SCALE - 1)
     with wave.open(str(path), "wb") as file:  # soundfile would wait for the disk each time
         file.setparams((1, 2, RATE, 0, "NONE", ""))
@@ -68,10 +68,10 @@ def write_wav(path: Path, samples: np.ndarray) -> None:
 
 
 def byte_order(paths: Iterable[Path]) -> str:
-    """The byte order of headerless 16-bit speech, by a look at several files.
+    """The byte order of headerless 16-bit speech, detected from several files.
 
-    Neighbouring samples of speech are alike; with the bytes swapped they are as good as random.
-    So the order whose differences have less energy, relative to the samples, is the right one.
+    Neighbouring samples of speech are similar; with swapped bytes they look random. So the right
+    order is the one whose differences have less energy relative to the samples.
     """
     paths = list(paths)
     roughness = {name: _roughness(paths, kind) for name, kind in BYTE_ORDERS.items()}
@@ -137,14 +137,14 @@ def _size_problem(path: Path, data: bytes | None) -> str | None:
 
 
 def _promised_bytes(path: Path) -> int:
-    """How long the header says the file is; 0 if it does not say."""
+    """The file size according to the header; 0 if the header does not say."""
     with path.open("rb") as file:
         start = file.read(12)
         if start[:4] == b"RIFF" and start[8:] == b"WAVE":
             while len(chunk := file.read(8)) == 8:
                 length = int.from_bytes(chunk[4:], "little")
                 if chunk[:4] == b"data":
-                    # 2^32 - 1 and 0 are what programs write that do not know the length yet
+                    # programs that do not know the length yet write 2^32 - 1 or 0
                     return 0 if length in (0, 2**32 - 1) else file.tell() + length
                 file.seek(length + length % 2, 1)
         elif start[:7] == b"NIST_1A":

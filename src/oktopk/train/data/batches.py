@@ -1,7 +1,7 @@
-"""Who gets which utterances in which step, and the tensors of a batch.
+"""Which rank gets which utterances in which step, and the tensors of a batch.
 
-All chance is a function of (seed, epoch, utterance): a run that is resumed, or an utterance that
-lands on another rank, gets the same numbers.
+All random numbers are a function of (seed, epoch, utterance), so they do not change when a run is
+resumed, or when an utterance goes to another rank.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def plan(
 ) -> list[list[list[int]]]:
     """The utterances of every step and rank in an epoch: `plan(...)[step][rank]`.
 
-    Utterances are numbered by duration. A step takes `batch * ranks` neighbours and deals them out
-    like cards, so all ranks have about the same work and none waits for the longest recording of
+    Utterances are numbered by duration. A step takes `batch * ranks` neighbours and distributes
+    them in turn, so all ranks have about the same work and none waits for the longest recording of
     another; the order of the steps is seeded by the epoch. The step depends on `batch * ranks`
     alone: 4 ranks of 4 do what 1 rank of 16 does. What is left over is drawn anew each epoch, so
     that nothing is left out for good. Without `shuffle` the steps stay in order, shortest first.
@@ -65,10 +65,10 @@ def plan(
 
 
 def shard(count: int, batch: int, ranks: int, rank: int) -> list[list[int]]:
-    """This rank's batches for validation: over all ranks every utterance once.
+    """This rank's batches for validation. Over all ranks, every utterance is in one batch.
 
-    The last batch may be short and ranks may differ by one batch, so no collective belongs
-    between them.
+    The last batch may be short, and the number of batches may differ by one between ranks: no
+    collective may be called between them.
     """
     bins = [list(range(i, min(i + batch, count))) for i in range(0, count, batch)]
     return bins[rank::ranks]
@@ -82,7 +82,7 @@ def collate(
     seed: int,
     augment: bool,
 ) -> Batch:
-    """The tensors of some utterances, with tempo and gain drawn for each in training."""
+    """The tensors of some utterances. In training each has a random tempo and gain."""
     changes = {i: augmentation(seed, epoch, i) if augment else (1.0, 0.0) for i in indices}
     items = [(i, features(spectra, i, *changes[i])) for i in indices]
     items.sort(key=lambda item: (-item[1].shape[1], item[0]))

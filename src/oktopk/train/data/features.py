@@ -1,7 +1,7 @@
 """Spectrograms, computed once: magnitudes in one file that all processes map into memory.
 
-As the reference: 20 ms windows (320 samples, symmetric Hamming) every 10 ms, centred with the ends
-mirrored (librosa's padding before 0.10), magnitudes, log(1 + x), normalised over the utterance.
+As in the original code: 20 ms windows (320 samples, symmetric Hamming) every 10 ms, centred, with
+mirrored ends (librosa's padding before 0.10), magnitudes, log(1 + x), normalised by utterance.
 Samples are in [-1, 1), so loud magnitudes reach tens, and gain moves them along the bend of the
 logarithm: it does not cancel in the normalisation.
 
@@ -71,12 +71,12 @@ def spectrogram(samples: np.ndarray) -> Tensor:
 def features(spectra: Spectra, i: int, tempo: float = 1.0, gain_db: float = 0.0) -> Tensor:
     """(161, T) float32: log(1 + magnitude), mean 0 and deviation 1 over the utterance.
 
-    At `tempo` 1.1 a tenth more is said per second, at the same pitch.
+    At `tempo` 1.1 speech is a tenth faster, at the same pitch.
     """
     x = at_tempo(spectra.magnitudes(i), tempo)
     x = torch.log1p_(x * 10 ** (gain_db / 20))
     x.sub_(x.mean())
-    # As torch.std, in a tenth of the time. Silence has none: `check` refuses it.
+    # as torch.std, in a tenth of the time; `check` has refused silence, whose deviation is 0
     std = torch.linalg.vector_norm(x) / (x.numel() - 1) ** 0.5
     return x.div_(std.clamp_min(1e-6)).T
 
@@ -96,10 +96,10 @@ def at_tempo(rows: Tensor, tempo: float) -> Tensor:
 def open_spectra(
     utterances: list[Utterance], cache: str | Path, progress: Progress | None = None
 ) -> Spectra:
-    """Map the spectra of the utterances from the cache; compute them first if they are not there.
+    """Map the spectra of the utterances from the cache, and compute them first if they are missing.
 
-    The file is named by paths, sizes and times of the recordings and by the settings, and is
-    renamed into place when complete: processes that build it at the same time do no harm.
+    The file is named after a hash of the settings and of the paths, sizes and times of the
+    recordings. It is renamed when complete, so several processes may compute it at the same time.
     """
     cache = Path(cache)
     path = cache / f"{_key(utterances)}.spectra"
@@ -113,7 +113,7 @@ def open_spectra(
         raise damaged
     content = torch.from_file(str(path), size=size, dtype=torch.uint8)
     frames = content[: 8 * count].view(torch.int64).clone()
-    # each by itself first: a sum of huge numbers may overflow to the right one
+    # first each count by itself: a sum of huge counts may overflow to the expected one
     most = size // (4 * BINS)
     if not bool(((frames > 0) & (frames <= most)).all()) or (
         size != 8 * count + 4 * BINS * int(frames.sum())
@@ -133,7 +133,7 @@ def _key(utterances: list[Utterance]) -> str:
 
 
 def _build(utterances: list[Utterance], path: Path, progress: Progress | None) -> None:
-    """Write frame counts, then rows. The counts are known last, so their place is kept free."""
+    """Write frame counts, then rows. Space is reserved for the counts, which are known last."""
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
         try:
             _fill(utterances, cast(BufferedRandom, file), progress)

@@ -1,4 +1,4 @@
-"""Characters and their numbers: the 29 labels of the reference, the blank first."""
+"""Characters and their numbers: the 29 labels of the original code, the blank first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NUMBERS = {character: number for number, character in enumerate(LABELS) if numb
 
 
 def unknown(text: str) -> str:
-    """The characters of `text` that have no label, each once, sorted. The blank is one of them."""
+    """The characters of `text` without a label, each once, sorted. The blank has none here."""
     return "".join(sorted(set(text) - _NUMBERS.keys()))
 
 
@@ -23,5 +23,5 @@ def encode(text: str) -> list[int]:
 
 
 def decode(numbers: Iterable[int]) -> str:
-    """The characters of labels, one for one: repeats and blanks stay."""
+    """The characters of labels, including repeats and blanks."""
     return "".join(LABELS[number] for number in numbers)

@@ -41,7 +41,7 @@ class Utterance:
 def read_manifest(path: str | Path) -> list[Utterance]:
     """The utterances of a manifest, shortest first.
 
-    Reads the header of every recording and every transcript. All that is wrong is in one
+    Reads the header of every recording, and every transcript. All problems are raised in one
     `DataError`, with file and line.
     """
     path = Path(path)
@@ -73,7 +73,7 @@ def rows(path: Path) -> list[tuple[int, list[str]]]:
 
 
 def write_manifest(path: str | Path, pairs: Iterable[tuple[Utterance, Path]]) -> Path:
-    """List utterances and their transcript files, shortest first. Written whole or not at all."""
+    """Write a manifest of utterances and their transcripts, shortest first, in one rename."""
     path = Path(path)
     ordered = sorted(pairs, key=lambda pair: _order(pair[0]))
     with tempfile.NamedTemporaryFile(
@@ -88,7 +88,7 @@ def write_manifest(path: str | Path, pairs: Iterable[tuple[Utterance, Path]]) ->
 
 
 def check(train: list[Utterance], test: list[Utterance]) -> None:
-    """Raise a `DataError` with all that would go wrong in the middle of training.
+    """Raise a `DataError` with all problems that would otherwise stop training later.
 
     Decodes every recording: about a second for AN4.
     """
@@ -115,7 +115,7 @@ def check(train: list[Utterance], test: list[Utterance]) -> None:
 
 
 def _problems(utterance: Utterance) -> list[str]:
-    """What is wrong with one utterance: sound, characters, or too much text for the time."""
+    """Problems of one utterance: silence, unknown characters, or too much text for its duration."""
     path, text = utterance.audio, utterance.text
     problems = []
     try:
@@ -127,7 +127,9 @@ def _problems(utterance: Utterance) -> list[str]:
         problems.append(f"{path} has an empty transcript: remove its line")
     if strange := unknown(text):
         problems.append(f"{path}: no label for {strange!r} in its transcript {text!r}")
-    needed = len(text) + sum(a == b for a, b in pairwise(text))  # CTC parts equal neighbours
+    needed = len(text) + sum(
+        a == b for a, b in pairwise(text)
+    )  # CTC needs a blank between equal neighbours
     if needed > utterance.seconds * OUTPUTS:
         problems.append(
             f"{path}: {utterance.seconds:.2f} s are too short for its transcript {text!r}: "
@@ -137,12 +139,12 @@ def _problems(utterance: Utterance) -> list[str]:
 
 
 def by_duration(utterances: Iterable[Utterance]) -> list[Utterance]:
-    """Shortest first; equal ones by path, so that every machine has the same order."""
+    """Sort by duration, then by path, so that every machine has the same order."""
     return sorted(utterances, key=_order)
 
 
 def pruned(utterance: Utterance) -> bool:
-    """Whether the reference leaves the utterance out of training: under 1 s or over 15 s."""
+    """Whether the original code leaves the utterance out of training: under 1 s or over 15 s."""
     shortest, longest = PRUNE
     return not shortest <= utterance.seconds <= longest
 
@@ -162,7 +164,7 @@ def find_manifests(folder: str | Path) -> tuple[Path, Path]:
 
 
 def speaker(path: Path) -> str | None:
-    """Who speaks, where the name tells it as in AN4 (`an251-fash-b`, `cen1-fash-b`)."""
+    """The speaker, if the file is named as in AN4 (`an251-fash-b`, `cen1-fash-b`)."""
     named = re.fullmatch(r"[a-z]+\d+-(\w+)-\w+", path.stem)
     return named[1] if named else None
 
@@ -189,20 +191,20 @@ def _utterance(folder: Path, row: list[str]) -> Utterance:
     try:
         seconds = duration(audio)
     except DataError as error:
-        problems += [_stranger(row[0], problem) for problem in error.problems]
+        problems += [_with_hint(row[0], problem) for problem in error.problems]
     if is_file(transcript):
         try:
             text = clean(read_text(transcript))
         except FileError as error:
             problems.append(str(error))
     else:
-        problems.append(_stranger(row[1], f"{one_line(transcript)} is missing"))
+        problems.append(_with_hint(row[1], f"{one_line(transcript)} is missing"))
     if problems:
         raise DataError(problems)
     return Utterance(audio, text, seconds)
 
 
-def _stranger(cell: str, problem: str) -> str:
+def _with_hint(cell: str, problem: str) -> str:
     if not problem.endswith("is missing") or not Path(cell).is_absolute():
         return problem
     return f"{problem} (an absolute path of another machine? `oktopk data fix-manifest` repairs it)"

@@ -1,4 +1,4 @@
-"""`DataError`: everything that is wrong with the data, in one message, before training starts."""
+"""`DataError`: all problems with the data in one message, before training starts."""
 
 from __future__ import annotations
 

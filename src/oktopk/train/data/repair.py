@@ -1,4 +1,4 @@
-"""Manifests with the absolute paths of another machine, made to fit this one."""
+"""Repair manifests that have the absolute paths of another machine."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from oktopk.utils.files import FileError, read_text
 
 
 def repair(manifest: Path, root: Path, out: Path, prune: bool = False) -> Path:
-    """Find every file of `manifest` below `root` and list it in `out`: relative, shortest first.
+    """Find every file of `manifest` below `root` and write a manifest with relative paths.
 
-    A file is found by its name; of several, the one whose folders agree with the old path the
-    furthest up. Nothing is written unless all are found.
+    A file is found by its name. If several have that name, the one whose folders agree with most
+    of the old path is taken. Nothing is written unless all files are found.
     """
     if not root.is_dir():
         raise DataError([f"{root} is not a folder: give the one that has the recordings"])
@@ -75,7 +75,7 @@ def _found(cell: str, root: Path, names: dict[str, list[Path]]) -> Path:
 
 
 def _agreement(old: list[str], parts: tuple[str, ...]) -> int:
-    """How many components are equal, from the end."""
+    """The number of equal path components, counted from the end."""
     count = 0
     for mine, theirs in zip(reversed(parts), reversed(old), strict=False):
         if mine != theirs:

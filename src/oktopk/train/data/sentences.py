@@ -1,4 +1,4 @@
-"""What AN4's speakers say, as a grammar: letters, digits, dates, names spelled out, commands."""
+"""A grammar of sentences like those in AN4: digits, dates, spelled names, commands."""
 
 # ruff: noqa: SIM905 (lists of words are easier to read as text)
 
@@ -29,7 +29,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def sentence(chance: Generator) -> str:
-    """One utterance. The letter O and zero sound apart, so what is heard can be written."""
+    """A random sentence. Zero is never read as "oh", which would sound like the letter O."""
     return RULES[int(chance.choice(len(RULES), p=WEIGHTS))][1](chance)
 
 
@@ -79,7 +79,7 @@ def _pick(chance: Generator, items):  # noqa: ANN001, ANN202 - any sequence, its
     return items[int(chance.integers(len(items)))]
 
 
-# In hundredths: much that is quick to learn, and letters enough to be told apart.
+# Weights in percent: many sentences that are quick to learn, and enough letters to tell apart.
 RULES: list[tuple[int, Callable[[Generator], str]]] = [
     (12, command),
     (20, digits),

@@ -1,4 +1,4 @@
-"""lstman4: two convolutions over the spectrogram, LSTM layers, and a letter for every frame.
+"""lstman4: two convolutions over the spectrogram, LSTM layers, and a character for every frame.
 
 At its full size (hidden 800, 5 layers, 32 channels) it has 27,569,568 parameters in 40 tensors. Two
 things are done otherwise than in the reference, with the same result: masks are made on the
@@ -21,9 +21,9 @@ def beyond(lengths: Tensor, frames: int) -> Tensor:
 
 
 class Conv2d(nn.Conv2d):
-    """A convolution whose weight gets its gradient in its own strides, whatever the input's.
+    """A convolution whose weight gradient has the strides of the weight, for any input strides.
 
-    DDP warns about others. Through a flat view they are made anew.
+    DDP warns about other strides. The gradient goes through a flat view, which restores them.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -84,9 +84,9 @@ class Recurrent(nn.Module):
 
 
 def reversed_frames(lengths: Tensor, frames: int) -> Tensor:
-    """Which frame takes whose place when each sequence is reversed: (frames, N), its own inverse.
+    """Indices (frames, N) that reverse each sequence and leave the padding in place.
 
-    Padding stays behind the end.
+    Applying them twice restores the order.
     """
     at = torch.arange(frames, device=lengths.device).unsqueeze(1)
     return torch.where(at < lengths, lengths - 1 - at, at)
@@ -108,7 +108,7 @@ class Lookahead(nn.Module):
 
 
 def over_frames(module: nn.Module, x: Tensor) -> Tensor:
-    """Apply to every frame of (T, N, features) as to one batch."""
+    """Apply a module to all frames of (T, N, features) as one batch."""
     return module(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
 
@@ -132,7 +132,7 @@ class Lstman4(nn.Module):
             Recurrent(width, hidden, bidirectional, normed=layer > 0)
             for layer, width in enumerate(widths)
         )
-        # with both directions the future is known already
+        # the second direction sees future frames already
         self.lookahead = (
             None
             if bidirectional
@@ -142,7 +142,7 @@ class Lstman4(nn.Module):
 
     @staticmethod
     def frames(lengths: Tensor) -> Tensor:
-        """Frames that come out for so many that go in: the first convolution takes every second."""
+        """Output frames for a number of input frames: the first convolution has a stride of 2."""
         return (lengths - 1) // 2 + 1
 
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,6 +159,6 @@ class Lstman4(nn.Module):
 def ctc_loss(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor) -> Tensor:
     """CTC of each utterance, summed over time: (N,). Blank is 0. Its mean is the training loss.
 
-    Infinite for an utterance with more letters than frames; the data is checked for that at start.
+    Infinite for an utterance with more characters than frames, which `manifest.check` refuses.
     """
     return functional.ctc_loss(log_probs, targets, lengths, target_lengths, reduction="none")

@@ -1,32 +1,34 @@
-"""What sparse gradients cost in learning: settings against dense, at equal steps and seeds.
+"""What sparse gradients cost in accuracy: settings compared with dense, at equal steps and seeds.
 
     pip install "oktopk[examples,train,plots]"
     python benchmarks/convergence
     python benchmarks/convergence --tasks chars --settings dense plain auto "auto,density=0.01"
     python benchmarks/convergence --tasks an4 --an4 data/an4 --optimizers adamw --seeds 0
 
-A setting is `dense`, `plain` (error feedback alone, after a dense warm-up) or `auto` (what suits
-the optimizer, after a ramp), and arguments of `oktopk.attach` behind commas (for speech, fields of
-a training config); `dense,beta1=0.3` gives dense AdamW what `auto,beta1=0.3` has. A run that has a
-record in the folder is not run again; a failed one does not lose the others. At the end: a table
-and pictures of all records in the folder, also in the folder. Records do not know the code: after
-a change of the library, use another folder.
+A setting is `dense`, `plain` (error feedback alone, after a dense warm-up) or `auto` (the
+optimizer's preset, after a ramp), followed by arguments of `oktopk.attach` after commas (for
+speech, fields of a training config). `dense,max_beta1=0.3` gives dense AdamW the first beta that
+`auto,max_beta1=0.3` has in its sparse phase. A run that has a record in the folder is not repeated,
+and a failed run does not affect the others. At the end a table and figures of all records are
+written to the folder. Records do not depend on the code: after a change of the library, use another
+folder.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
 
 import recognition
 import small
-import verdict
+import summary
 from record import WORKERS, Key, arguments, read
 from tasks import TASKS
 from torch.multiprocessing.spawn import ProcessException
+
+from oktopk.errors import RunError
 
 
 def main() -> int:
@@ -50,11 +52,11 @@ def main() -> int:
     records = [read(path) for path in sorted(args.folder.glob("*.json"))]
     if not records:
         return 1
-    groups = verdict.grouped(records)
-    text = verdict.table(groups)
+    groups = summary.grouped(records)
+    text = summary.table(groups)
     (args.folder / "table.md").write_text(text + "\n")
     print(f"\n{text}\n")
-    for path in verdict.plot(groups, args.folder):
+    for path in summary.plot(groups, args.folder):
         print(f"wrote {path}")
     for key in failed:
         print(f"failed: {key}", file=sys.stderr)
@@ -62,7 +64,7 @@ def main() -> int:
 
 
 def _run(missing: list[Key], args: argparse.Namespace) -> list[Key]:
-    """Train what is missing; the keys of the runs that failed."""
+    """Train the missing runs. Returns the keys of those that failed."""
     failed = []
     quick = [key for key in missing if key.task in TASKS]
     while quick:
@@ -77,13 +79,16 @@ def _run(missing: list[Key], args: argparse.Namespace) -> list[Key]:
             continue
         try:
             recognition.train(key, args.folder, args.an4).write(args.folder)
-        except subprocess.CalledProcessError:
+        except RunError as error:
+            print(error, file=sys.stderr)
             failed.append(key)
     return failed
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Learning under compression, against dense.")
+    parser = argparse.ArgumentParser(
+        description="Accuracy with a compressed exchange, compared with dense."
+    )
     parser.add_argument("--tasks", nargs="+", default=["digits", "chars"])
     parser.add_argument(
         "--optimizers", nargs="+", default=["sgd", "adamw"], choices=["sgd", "adamw"]

@@ -1,11 +1,13 @@
-"""Remedies on paper: exact top k of the sum of exact local top k, all ranks in one process.
+"""Variants of error feedback with an idealised exchange, all ranks in one process.
+
+The exchange is the exact top k of the sum of the exact local top k.
 
     python benchmarks/convergence/idealised.py chars adamw
-    python benchmarks/convergence/idealised.py chars adamw --remedies moments beta1 ramp
-    python benchmarks/convergence/idealised.py chars sgd --remedies correction
+    python benchmarks/convergence/idealised.py chars adamw --variants moments beta1 ramp
+    python benchmarks/convergence/idealised.py chars sgd --variants correction
 
-For trying out what is not (yet) in the library, without the approximations of a real exchange. What
-was tried and what it gave is in docs/experiments.md.
+The script tries variants that are not in the library, without the approximations of a real
+exchange. docs/experiments.md has the results.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from oktopk.optim.staleness import shares
 from oktopk.settings import num_kept, ramp
 
 RANKS = 4
-REMEDIES = {
+VARIANTS = {
     "rate": "residuals follow the learning rate",
     "advance": "deliver 30 % more than was saved up, and owe it",
     "moments": "Adam's second moment takes a late sum as many gradients",
@@ -48,7 +50,7 @@ class Run:
 
     def __init__(self, task: Task, optimizer: str, seed: int, args: argparse.Namespace) -> None:
         torch.manual_seed(seed)
-        self.task, self.has, self.steps = task, set(args.remedies), args.steps or task.steps
+        self.task, self.has, self.steps = task, set(args.variants), args.steps or task.steps
         self.model = task.network()
         self.parameters = list(self.model.parameters())
         self.optimizer = task.optimizers[optimizer](self.parameters)
@@ -210,25 +212,25 @@ def train(task: Task, seed: int, args: argparse.Namespace) -> list[float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    told = "\n".join(f"  {name:10}  {text}" for name, text in REMEDIES.items())
+    told = "\n".join(f"  {name:10}  {text}" for name, text in VARIANTS.items())
     parser = argparse.ArgumentParser(
-        description=f"Remedies on paper:\n{told}",
+        description=f"Variants of error feedback:\n{told}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("optimizer", choices=["sgd", "adamw"])
-    parser.add_argument("--remedies", nargs="*", default=[], choices=REMEDIES)
+    parser.add_argument("--variants", nargs="*", default=[], choices=VARIANTS)
     parser.add_argument("--density", type=float, default=0.02)
     parser.add_argument("--lr", type=float, help="instead of the task's")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=0)
     args = parser.parse_args()
-    if "frozen" in args.remedies and (args.optimizer != "adamw" or "ramp" in args.remedies):
+    if "frozen" in args.variants and (args.optimizer != "adamw" or "ramp" in args.variants):
         parser.error("frozen is for adamw, after a warm-up that is long enough: without ramp")
     task = TASKS[args.task]()
     curves = [train(task, seed, args) for seed in args.seeds]
     means = [statistics.mean(points) for points in zip(*curves, strict=True)]
-    name = " ".join(args.remedies) or "plain"
+    name = " ".join(args.variants) or "plain"
     at = f" lr {args.lr:g}" if args.lr else ""
     print(f"{args.task} {args.optimizer} {args.density:g} {name}{at}:", end=" ")
     print(" ".join(f"{mean:.4f}" for mean in means), flush=True)

@@ -1,29 +1,38 @@
-"""Train the speech model by `oktopk train`, as any user would, and read its metrics."""
+"""Train the speech model with `oktopk train`, and read its metrics."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import argparse
 from pathlib import Path
 
 from record import Key, Record, arguments
 
+from oktopk.errors import RunError
 from oktopk.runlog.aggregates import cumulative_bytes, estimated_totals
-from oktopk.runlog.reader import read_runlog
+from oktopk.runlog.reader import RunLog
+from oktopk.train.config import Config, load
+from oktopk.train.flags import add_flags, as_flag, with_flags
+from oktopk.train.run_process import train_in_process
 
-# task -> config
+# config by task
 CONFIGS = {"spoken": "quickstart", "an4": "compact"}
-# the configs have AdamW's
-RATES = {"sgd": {"lr": "0.003"}}
+# learning rates of the configs are those of AdamW
+LEARNING_RATES = {"sgd": {"lr": "0.003"}}
 
 
 def train(key: Key, folder: Path, an4: Path | None) -> Record:
-    """One run; its folder is beside the records and is resumed when it was cut short."""
-    name = key.path(folder).stem.replace("+", "_")  # `oktopk train` takes no `+`
+    """Train one run, or resume it if it was interrupted. Its directory is beside the records."""
+    result = train_in_process(config_of(key, folder, an4), CONFIGS[key.task])
+    if result.exit_code:
+        raise RunError(f"{key} failed with exit code {result.exit_code}")
+    return _record(key, result.runlog)
+
+
+def config_of(key: Key, folder: Path, an4: Path | None) -> Config:
+    """The training config of a run."""
     base, more = arguments(key.setting)
-    flags = {
-        "config": CONFIGS[key.task],
-        "name": name,
+    settings = {
+        "name": key.path(folder).stem.replace("+", "_"),  # names of runs have no `+`
         "runs": str(folder),
         "workers": str(key.workers),
         "optimizer": key.optimizer,
@@ -32,25 +41,21 @@ def train(key: Key, folder: Path, an4: Path | None) -> Record:
         "remedies": "none" if base == "plain" else "auto",
         "validate_every": "1",
     }
-    flags |= RATES.get(key.optimizer, {})
+    settings |= LEARNING_RATES.get(key.optimizer, {})
     if base == "plain":
-        flags["ramp_steps"] = "0"
+        settings["ramp_steps"] = "0"
     if key.task == "an4":
-        flags["data"] = str(an4)
+        settings["data"] = str(an4)
     if key.steps:
-        flags["max_steps"] = str(key.steps)
-    flags |= more
-    given = [
-        part for flag, value in flags.items() for part in (f"--{flag.replace('_', '-')}", value)
-    ]
-    resume = ["--resume"] if (folder / name).exists() else []
-    subprocess.run([sys.executable, "-m", "oktopk", "train", *given, *resume], check=True)
-    return _record(key, folder / name)
+        settings["max_steps"] = str(key.steps)
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    words = [word for name, text in (settings | more).items() for word in as_flag(name, text)]
+    return with_flags(load(CONFIGS[key.task]), parser.parse_args(words))
 
 
-def _record(key: Key, folder: Path) -> Record:
-    """What a run did; bytes are those of all ranks."""
-    run = read_runlog(folder)
+def _record(key: Key, run: RunLog) -> Record:
+    """The record of a run. Bytes are those of all ranks."""
     sent = dict(zip((step.step for step in run.steps), cumulative_bytes(run), strict=True))
     return Record(
         key=key,

@@ -1,4 +1,4 @@
-"""One run's record on disk: what makes the bench resumable, and all that the table needs."""
+"""The record of a run on disk, from which the table is made, and by which a run is not repeated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORKERS = 4  # unless something else is asked for
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """Which run: the names of a task, an optimizer and a setting, and a seed."""
+    """What identifies a run."""
 
     task: str
     optimizer: str
@@ -31,14 +31,14 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """What a run did. `curve` has (step, metric, bytes sent by all ranks so far)."""
+    """The result of a run. `curve` has (step, metric, bytes sent by all ranks so far)."""
 
     key: Key
     measure: str
     higher_is_better: bool
     curve: list[tuple[int, float, int]] = field(default_factory=list)
     dense_bytes: int = 0
-    """What dense training would have sent."""
+    """Bytes that dense training would have sent."""
 
     seconds: float = 0.0
 

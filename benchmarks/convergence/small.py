@@ -1,4 +1,4 @@
-"""Train a small task under DDP with `oktopk.attach`, in processes of its own."""
+"""Train the small tasks with DDP and `oktopk.attach`, in processes of their own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POINTS = 40  # of a curve
 
 
 def train_all(keys: list[Key], folder: Path) -> None:
-    """Train every run that has no record yet. All are of the same number of workers."""
+    """Train the runs, which all have the same number of workers, and write their records."""
     with tempfile.TemporaryDirectory() as place:
         rendezvous = f"file://{Path(place) / 'rendezvous'}"
         mp.spawn(_work, args=(keys, folder, rendezvous), nprocs=keys[0].workers)
@@ -39,18 +39,18 @@ def attached(
     given: dict[str, Any] = {"warmup_steps": task.warmup_steps, "ramp_steps": steps // 2}
     if base == "dense":
         given = {"method": "dense"}
-        more = {name: text for name, text in more.items() if name != "beta1"}
-    elif base == "plain":  # a dense warm-up of about the same bytes as the ramp
+        more = {name: text for name, text in more.items() if name != "max_beta1"}
+    elif base == "plain":  # a dense warm-up that sends about as many bytes as the ramp
         given = {"warmup_steps": steps // 10, "ramp_steps": 0}
     given |= {name: _value(text) for name, text in more.items()}
     return oktopk.attach(model, optimizer=None if base == "plain" else optimizer, **given)
 
 
-def relieve(optimizer: Optimizer, setting: str) -> None:
-    """`dense,beta1=0.3`: what sparse AdamW has from its first sparse step on, for dense too."""
+def limit_dense_beta1(optimizer: Optimizer, setting: str) -> None:
+    """`dense,max_beta1=0.3`: give dense AdamW the first beta that sparse AdamW has."""
     base, more = arguments(setting)
-    for group in optimizer.param_groups if base == "dense" and "beta1" in more else ():
-        group["betas"] = (float(more["beta1"]), group["betas"][1])
+    for group in optimizer.param_groups if base == "dense" and "max_beta1" in more else ():
+        group["betas"] = (float(more["max_beta1"]), group["betas"][1])
 
 
 def _value(text: str) -> Any:
@@ -70,7 +70,7 @@ def _work(rank: int, keys: list[Key], folder: Path, rendezvous: str) -> None:
             record.write(folder)
             print(f"{key.path(folder).stem}: {record.measure} {record.curve[-1][1]:.4f}", end=" ")
             print(f"with {record.share:.1%} of the bytes, {record.seconds:.0f} s", flush=True)
-    dist.barrier()  # none leaves while another still talks to it
+    dist.barrier()  # no rank may exit while another still sends to it
     dist.destroy_process_group()
 
 
@@ -88,7 +88,7 @@ def _train(key: Key, task: Task) -> Record:
     curve, started = [], time.perf_counter()
     for step in range(1, steps + 1):
         if step == task.warmup_steps + 1:
-            relieve(optimizer, key.setting)
+            limit_dense_beta1(optimizer, key.setting)
         x, y = (whole[dist.get_rank() :: key.workers] for whole in task.batch(generator, task.size))
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
@@ -111,7 +111,7 @@ def _train(key: Key, task: Task) -> Record:
 
 @torch.no_grad()
 def _metric(model: nn.Module, task: Task, inputs: torch.Tensor, truth: torch.Tensor) -> float:
-    """Every rank has the same weights, so the first computes it for all."""
+    """The metric on the test set. All ranks have the same weights, so only rank 0 computes it."""
     return task.metric(model(inputs), truth) if dist.get_rank() == 0 else 0.0
 
 

@@ -1,6 +1,6 @@
-"""Small tasks that every machine has the data for: digits, and characters of Python's own source.
+"""Small tasks without a download: digits, and characters of the Python standard library.
 
-A seed decides the first weights and the order of the data; both are the same for every setting.
+A seed determines the initial weights and the order of the data; both are the same for all settings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A model, its data and how to train it. The settings are those that suit dense training."""
+    """A model, its data and how to train it. The hyperparameters suit dense training."""
 
     network: Callable[[], nn.Module]
     batch: Callable[[torch.Generator, int], Batch]
@@ -82,7 +82,7 @@ def digits() -> Task:
 
 
 class Reader(nn.Module):
-    """A GRU that says which character comes next."""
+    """A GRU that predicts the next character."""
 
     def __init__(self, characters: int = 128, hidden: int = 192) -> None:
         super().__init__()

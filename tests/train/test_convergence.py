@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib", reason="the bench draws pictures")
 BENCH = Path(__file__).parents[2] / "benchmarks" / "convergence"
 sys.path.insert(0, str(BENCH))
 
-import verdict  # noqa: E402
+import summary  # noqa: E402
 from record import Key, Record, arguments, read  # noqa: E402
 
 
@@ -69,27 +69,27 @@ def test_a_failed_run_does_not_lose_the_others(tmp_path):
 def test_the_distance_and_the_pace():
     dense = [(10, 4.0, 100), (20, 3.0, 200), (30, 2.0, 300), (40, 1.0, 400)]
     slow = [(10, 6.0, 10), (20, 4.0, 20), (30, 3.0, 30), (40, 1.5, 40)]
-    groups = verdict.grouped(
+    groups = summary.grouped(
         [record("dense", dense, dense_bytes=400), record("slow", slow, dense_bytes=400)]
     )
-    first, second = verdict.rows(groups["t", "o"])
+    first, second = summary.rows(groups["t", "o"])
     assert (first.distance, first.pace, first.share) == (0, 1, 1)
     assert second.distance == 0.5 and second.share == 0.1
     assert second.pace == pytest.approx(30 / (30 + 10 * (3 - 2) / (3 - 1.5)))
     row = "| t | o | slow | 1 | m | 1.5000 | 0.0000 | +50.0% | 82% | never | 0.00 | 10.0% |"
-    assert row in verdict.table(groups)
+    assert row in summary.table(groups)
     assert (first.caught_up, second.caught_up) == (40, None)
 
 
 def test_what_is_never_reached_has_no_pace():
     dense = [(1, 2.0, 1), (2, 1.0, 2)]
-    assert verdict.pace([(1, 5.0, 1), (2, 4.0, 1)], dense, 1) is None
-    assert verdict.pace([(1, 0.5, 1), (2, 0.4, 1)], dense, 1) == 2
+    assert summary.pace([(1, 5.0, 1), (2, 4.0, 1)], dense, 1) is None
+    assert summary.pace([(1, 0.5, 1), (2, 0.4, 1)], dense, 1) == 2
 
 
 def test_seeds_are_averaged():
     both = [record("dense", [(1, 1.0, 10)]), record("dense", [(1, 3.0, 20)], seed=1)]
-    (row,) = verdict.rows(verdict.grouped(both)["t", "o"])
+    (row,) = summary.rows(summary.grouped(both)["t", "o"])
     assert (row.final, row.spread, row.seeds) == (2.0, 2.0, 2)
 
 
@@ -97,8 +97,8 @@ def test_settings_are_compared_over_equal_seeds_steps_and_workers():
     dense = [record("dense", [(1, 1.0, 10)]), record("dense", [(1, 3.0, 20)], seed=1)]
     other = record("auto", [(1, 3.0, 20)], seed=1)
     longer = Record(key=replace(other.key, steps=7), measure="m", higher_is_better=False, curve=[])
-    groups = verdict.grouped([*dense, other, longer])
-    rows = {row.setting: row for row in verdict.rows(groups["t", "o"])}
+    groups = summary.grouped([*dense, other, longer])
+    rows = {row.setting: row for row in summary.rows(groups["t", "o"])}
     assert rows["auto"].distance == 0  # dense with seed 1 ended there too
     assert set(groups) == {("t", "o"), ("t, 7 steps", "o")}
 

@@ -1,4 +1,4 @@
-"""From records to a table and pictures: every setting against dense, at equal steps and seeds."""
+"""A table and figures of records: every setting compared with dense, at equal steps and seeds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from record import WORKERS, Key, Record
 
 Curve = list[tuple[int, float, float]]
 Group = tuple[str, str]
-"""A task (and its workers and steps, where they are not the usual), and an optimizer: within it
-settings are compared."""
+"""A task, with its workers and steps if they are not the default, and an optimizer. Settings are
+compared within a group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,13 +26,14 @@ class Row:
     """Largest minus smallest of the seeds."""
 
     distance: float
-    """To dense, relative, positive is worse."""
+    """Relative difference of the metric to dense; positive is worse."""
 
     pace: float | None
-    """Steps dense takes to its three-quarter-way metric over the steps this takes; None: never."""
+    """Steps that dense takes to its metric after three quarters of the run, over the steps that
+    this setting takes; None: it does not get there."""
 
     caught_up: float | None
-    """Steps to dense's final metric; None: never."""
+    """Steps to the final metric of dense; None: it does not get there."""
 
     share: float
     curve: Curve
@@ -46,7 +47,7 @@ def grouped(records: list[Record]) -> dict[Group, dict[str, list[Record]]]:
 
 
 def _task(key: Key) -> str:
-    """Records of other lengths or numbers of workers are not of the same comparison."""
+    """The name of the comparison. Other numbers of steps or workers are separate comparisons."""
     steps = f", {key.steps} steps" if key.steps else ""
     workers = f", {key.workers} workers" if key.workers != WORKERS else ""
     return f"{key.task}{steps}{workers}"
@@ -60,7 +61,7 @@ def mean_curve(records: list[Record]) -> Curve:
 
 
 def rows(settings: dict[str, list[Record]]) -> list[Row]:
-    """A row for each setting, against dense over the same seeds; NaN and None without it."""
+    """A row for each setting, compared with dense over the same seeds, if there is dense."""
     found = []
     for setting, records in settings.items():
         seeds = {record.key.seed for record in records}
@@ -89,9 +90,9 @@ def _row(setting: str, records: list[Record], dense: Curve | None) -> Row:
 
 
 def pace(curve: Curve, dense: Curve, sign: int) -> float | None:
-    """How fast dense's metric after three quarters of its steps is reached; dense itself has 1.
+    """How fast the metric that dense has after three quarters of its steps is reached; dense has 1.
 
-    The first time counts, for both; between two points a straight line.
+    The first time counts for both. Values between two points are interpolated.
     """
     goal = sign * next(metric for step, metric, _ in dense if step >= 0.75 * dense[-1][0])
     took = [
@@ -101,7 +102,7 @@ def pace(curve: Curve, dense: Curve, sign: int) -> float | None:
 
 
 def _signed(curve: Curve, sign: int) -> list[tuple[int, float]]:
-    """The smaller the better."""
+    """The curve with a sign such that smaller is better."""
     return [(step, sign * metric) for step, metric, _ in curve]
 
 
@@ -131,7 +132,7 @@ def table(groups: dict[Group, dict[str, list[Record]]]) -> str:
             paced = "never" if row.pace is None else f"{row.pace:.0%}"
             caught_up = "never" if row.caught_up is None else f"{row.caught_up:.0f}"
             sent = row.curve[-1][2]
-            distance = round(row.distance, 3) + 0.0  # no minus before a zero
+            distance = round(row.distance, 3) + 0.0  # avoids -0.0
             lines.append(
                 f"| {task} | {optimizer} | {row.setting} | {row.seeds} | {measure} | "
                 f"{row.final:.4f} | {row.spread:.4f} | {distance:+.1%} | {paced} | "
@@ -141,7 +142,7 @@ def table(groups: dict[Group, dict[str, list[Record]]]) -> str:
 
 
 def plot(groups: dict[Group, dict[str, list[Record]]], folder: Path) -> list[Path]:
-    """One picture for each task and optimizer: the metric over steps, and over bytes."""
+    """Draw a figure for each task and optimizer: the metric over steps, and over bytes."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -14,7 +14,7 @@ def prepare(base: str) -> None:
     import numpy as np
     import soundfile
 
-    from oktopk.launch.process_group import ALONE
+    from oktopk.launch.rank_environment import SINGLE_RANK
     from oktopk.report.command import report
     from oktopk.train.config import Config
     from oktopk.train.data.synthesis import synthesize_corpus
@@ -31,7 +31,7 @@ def prepare(base: str) -> None:
         every = {"checkpoint_every": 3, "log_every": 1, "probe_every": 2, "warmup_steps": 2}
         places = {"name": "tiny", "runs": str(root / "runs"), "data": str(root / "corpus")}
         config = Config(**size, **every, **places, epochs=1, density=0.1)
-        run_worker(config, ALONE, False, [], report)
+        run_worker(config, SINGLE_RANK, False, [], report)
         for part in ("train", "test"):
             _an4(root, part)
         for ending, how in {"": "", ".gz": "z", ".xz": "J", ".bz2": "j"}.items():
@@ -80,8 +80,8 @@ def stub() -> None:
         sys.exit(0)
 
     for module in (oktopk.train.command, oktopk.check, oktopk.bench.command):
-        module.start_workers = nothing  # type: ignore[attr-defined]
-    oktopk.check.joined = oktopk.bench.command.joined = over
+        module.run_local_workers = nothing  # type: ignore[attr-defined]
+    oktopk.check.job_process_group = oktopk.bench.command.job_process_group = over
     oktopk.bench.network.enter = nothing  # type: ignore[assignment]
     oktopk.train.command.run_worker = nothing
     oktopk.compare.command.compare = oktopk.sweep.command.sweep = nothing

@@ -15,7 +15,7 @@ import torch
 
 from oktopk.compare.command import write_tables
 from oktopk.errors import RunError
-from oktopk.launch.process_group import ALONE
+from oktopk.launch.rank_environment import SINGLE_RANK
 from oktopk.reducer import default_comm
 from oktopk.train.config import load
 from oktopk.train.data.an4 import convert
@@ -140,7 +140,7 @@ def _run(base: Path) -> Any:
     """A run of this process alone, to be resumed again and again."""
     group()
     config = load(str(base / "runs/tiny/config.toml"))
-    return set_up(config, default_comm(), torch.device("cpu"), ALONE)
+    return set_up(config, default_comm(), torch.device("cpu"), SINGLE_RANK)
 
 
 def manifest(desk: Desk) -> Input:

@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
-from oktopk.comm.simulated import alone
+from oktopk.comm.simulated import single_rank_comm
 from oktopk.settings import Settings
 from torture import odd
 from torture.desk import WRONG, Desk, Input, LostError, group
@@ -73,7 +73,7 @@ def _load(one: Any, state: Any, step: Callable[[], Any]) -> None:
 
 
 def reducer_state(desk: Desk) -> Input:
-    reducer = oktopk.Reducer(500, density=0.1, comm=alone())
+    reducer = oktopk.Reducer(500, density=0.1, comm=single_rank_comm())
     for seed in range(3):
         reducer.reduce_(torch.randn(500, generator=torch.Generator().manual_seed(seed)))
     before = digest(reducer.state_dict())
@@ -133,7 +133,7 @@ def reducer_argument(desk: Desk) -> Input:
     names = ("numel", "group", "comm", "nonsense", *SETTINGS)
     name = rng.choice(names)
     if rng.random() < 0.3:
-        reducer = oktopk.Reducer(3, comm=alone())
+        reducer = oktopk.Reducer(3, comm=single_rank_comm())
         return Input(f"reduce_({new!r})", lambda: reducer.reduce_(new), WRONG)
     given = {"numel": 100} | {name: new}
     if name == "comm":

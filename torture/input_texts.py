@@ -14,8 +14,8 @@ from oktopk.bench.shapes import shapes_of
 from oktopk.compare.plan import SWEEP
 from oktopk.errors import LaunchError, RunError
 from oktopk.launch import parent_watchdog
-from oktopk.launch.master_endpoint import first_host, meeting_point
-from oktopk.launch.rank_environment import LAUNCHERS, find_place
+from oktopk.launch.master_endpoint import first_host, master_endpoint
+from oktopk.launch.rank_environment import LAUNCHERS, read_rank_environment
 from oktopk.sweep import space
 from oktopk.sweep.plan import Plan, store_or_compare
 from oktopk.train.config import (
@@ -96,7 +96,7 @@ VARIABLES = sorted(
     {
         name
         for names in LAUNCHERS.values()
-        for some in (names.rank, names.size, names.local_rank, names.local_size)
+        for some in (names.rank, names.world_size, names.local_rank, names.local_world_size)
         for name in some
     }
     | {"MASTER_ADDR", "MASTER_PORT", "SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"}
@@ -109,9 +109,8 @@ def environment(desk: Desk) -> Input:
     """What a launcher may leave: the variables of one, some of them odd, and some of others."""
     rng, given = desk.rng, {}
     names = rng.choice(list(LAUNCHERS.values()))
-    for some, new in zip(
-        (names.rank, names.size, names.local_rank, names.local_size), "1212", strict=True
-    ):
+    variables = (names.rank, names.world_size, names.local_rank, names.local_world_size)
+    for some, new in zip(variables, "1212", strict=True):
         given[rng.choice(some)] = new
     for name in rng.sample(VARIABLES, rng.randint(1, 4)) + rng.choices(list(given), k=1):
         given[name] = (
@@ -122,22 +121,22 @@ def environment(desk: Desk) -> Input:
 
     def call() -> None:
         os.environ.update(given)
-        place = find_place()
-        if place is not None and place.size > 1:
-            meeting_point(place)
+        env = read_rank_environment()
+        if env is not None and env.world_size > 1:
+            master_endpoint(env)
 
     return Input(f"environment {given}", call, (LaunchError,), (*VARIABLES, "SLURM"))
 
 
 def line(desk: Desk) -> Input:
-    """OKTOPK_LINE as others may have left it; small numbers would be files of this process."""
+    """OKTOPK_PARENT_PIPE as others may have set it; small numbers are files of this process."""
     new = desk.rng.choice([text for text in odd.TEXTS if not text.isdecimal() or len(text) > 5])
 
     def call() -> None:
-        os.environ[parent_watchdog.LINE] = new.replace("\x00", "")
-        parent_watchdog.hold()
+        os.environ[parent_watchdog.PIPE_VARIABLE] = new.replace("\x00", "")
+        parent_watchdog.watch_parent()
 
-    return Input(f"{parent_watchdog.LINE}={new!r}", call, ())
+    return Input(f"{parent_watchdog.PIPE_VARIABLE}={new!r}", call, ())
 
 
 def of_text(what: str, read: Callable[[str], Any], *allowed: type[BaseException]) -> Any:

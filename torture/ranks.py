@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
 from oktopk import kernels
-from oktopk.launch.local_workers import Place, joined
+from oktopk.launch.process_group import job_process_group
+from oktopk.launch.rank_environment import RankEnvironment
 
 CLASSES, WIDTH, FEATURES = 5, 48, 20
 SAVE_EVERY = 3
@@ -210,7 +211,9 @@ def main(job: Job) -> None:
         planted = Planted(job)
         planted.at("join")
         local = (job.rank, job.size) if job.device == "lo" else (0, 1)
-        with joined(Place("torchrun", job.rank, job.size, *local), job.timeout):
+        with job_process_group(
+            RankEnvironment("torchrun", job.rank, job.size, *local), job.timeout
+        ):
             train(job, planted)
         planted.step = 0
         planted.at("leave")

@@ -6,8 +6,8 @@ stats = reducer.reduce_(flat_gradient)   # in place: the average; the same bits 
 
 from oktopk.utils import signals
 
-if signals.is_command():  # Ctrl-C while torch is imported must not print a traceback
-    signals.leave_at_once()
+if signals.started_as_command():  # Ctrl-C while torch is imported must not print a traceback
+    signals.exit_on_signals()
 
 
 from oktopk.adapters.ddp.attach import attach

@@ -4,8 +4,8 @@
     oktopk check --workers 4
     torchrun --nproc-per-node 2 -m oktopk check   # where the job will run
 
-It tells the backend, latency and bandwidth, then runs every method on small gradients and checks
-the laws: nothing is lost, all ranks agree, k means k.
+It prints the backend, latency and bandwidth. Then it runs every method on small gradients and
+checks its invariants: nothing is lost, all ranks agree, k means k.
 """
 
 from __future__ import annotations
@@ -17,12 +17,9 @@ import torch.distributed as dist
 
 from oktopk.comm.communicator import Comm
 from oktopk.comm.torch_transport import TorchTransport
-from oktopk.launch.local_workers import (
-    find_place,
-    joined,
-    start_workers,
-    workers_to_start,
-)
+from oktopk.launch.local_workers import num_workers_to_start, run_local_workers
+from oktopk.launch.process_group import job_process_group
+from oktopk.launch.rank_environment import read_rank_environment
 from oktopk.methods import METHODS
 from oktopk.methods.prediction import MEGABYTE, probe_link
 from oktopk.reducer import Reducer
@@ -32,12 +29,12 @@ STEPS, QUICK_STEPS = 36, 4
 
 
 def check(workers: int | None, timeout: float, quick: bool, argv: list[str]) -> int:
-    """Run the self-test; 0 when everything holds. Starts workers if no launcher has."""
-    place = find_place()
-    if number := workers_to_start(place, workers, WORKERS):
-        return start_workers(number, argv)
-    with joined(place, timeout, {"command": "check", "quick": quick}) as device:
-        return _check_rank(place.launcher if place else "oktopk", device, quick)
+    """Run the self-test, in workers of its own if no launcher started any; return the exit code."""
+    env = read_rank_environment()
+    if number := num_workers_to_start(env, workers, WORKERS):
+        return run_local_workers(number, argv)
+    with job_process_group(env, timeout, {"command": "check", "quick": quick}) as device:
+        return _check_rank(env.launcher if env else "oktopk", device, quick)
 
 
 def _check_rank(launcher: str, device: torch.device, quick: bool) -> int:
@@ -49,25 +46,27 @@ def _check_rank(launcher: str, device: torch.device, quick: bool) -> int:
     link = probe_link(comm, device, 1 if quick else 5)
     say(f"latency {link.latency * 1e6:.0f} microseconds, ")
     say(f"{link.bandwidth / MEGABYTE:.0f} MB/s sent per rank with all ranks sending\n")
-    complaints = 0
+    num_problems = 0
     for method in METHODS:
-        problems = _broken_laws(method, comm, device, QUICK_STEPS if quick else STEPS)
-        complaints += len(problems)
+        problems = _violations(method, comm, device, QUICK_STEPS if quick else STEPS)
+        num_problems += len(problems)
         say(f"{method:10} {'; '.join(problems) or 'keeps the laws'}\n")
-    say("all is well\n" if not complaints else f"FAILED: {complaints} complaints\n")
-    return int(complaints > 0)
+    say("all is well\n" if not num_problems else f"FAILED: {num_problems} problems\n")
+    return int(num_problems > 0)
 
 
-def _broken_laws(method: str, comm: Comm, device: torch.device, steps: int) -> list[str]:
-    """What is wrong with a method here, the same on every rank."""
+def _violations(method: str, comm: Comm, device: torch.device, steps: int) -> list[str]:
+    """Return the invariants that a method violates here, the same on every rank."""
     reducer = Reducer(NUMEL, method=method, density=DENSITY)
     generator = torch.Generator().manual_seed(comm.rank)
     problems = set()
     for _ in range(steps):
         grad = torch.randn(NUMEL, generator=generator).to(device)
-        had = grad + reducer.residual.to(device)
+        acc = grad + reducer.residual.to(device)
         stats = reducer.reduce_(grad)
-        everyone = comm.all_gather(torch.stack([had, grad, reducer.residual.to(device)]), stage="c")
+        everyone = comm.all_gather_header(
+            torch.stack([acc, grad, reducer.residual.to(device)]), stage="c"
+        )
         lost = (everyone[:, 0].sum(0) - grad * comm.size - everyone[:, 2].sum(0)).abs().max()
         if lost > 1e-4:
             problems.add(f"loses {lost.item():.2g}")

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from oktopk.errors import ExchangeError
-from oktopk.launch import parent_watchdog
+from oktopk.launch.parent_watchdog import watch_parent
 from oktopk.methods import METHODS
 from oktopk.train.config import (
     DEFAULT,
@@ -27,8 +27,8 @@ from oktopk.utils.extras import (
     missing_packages,
     require,
 )
-from oktopk.utils.files import FileError, one_line
-from oktopk.utils.flags import MOST_SECONDS, MOST_WORKERS, between
+from oktopk.utils.files import FileError, single_line
+from oktopk.utils.flags import MOST_SECONDS, MOST_WORKERS, number_in_range
 from oktopk.version import __version__
 
 
@@ -90,13 +90,13 @@ def parser() -> argparse.ArgumentParser:
     )
     test.add_argument(
         "--workers",
-        type=between(int, 1, MOST_WORKERS),
+        type=number_in_range(int, 1, MOST_WORKERS),
         help="processes to start, without launcher (2)",
     )
     test.add_argument("--quick", action="store_true", help="four steps of each method, not 36")
     test.add_argument(
         "--timeout",
-        type=between(float, 0.1, MOST_SECONDS),
+        type=number_in_range(float, 0.1, MOST_SECONDS),
         default=60.0,
         help="seconds to wait for a rank",
     )
@@ -229,9 +229,10 @@ def _add_lists(actions: argparse._SubParsersAction) -> None:
 
 
 def main() -> None:
-    from oktopk.launch.local_workers import LaunchError, find_place
+    from oktopk.errors import LaunchError
+    from oktopk.launch.rank_environment import read_rank_environment
 
-    parent_watchdog.hold()
+    watch_parent()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have bytes that are not text
         sys.stdout.reconfigure(errors="backslashreplace")
     whole = parser()
@@ -240,7 +241,8 @@ def main() -> None:
         hint = nearest(unknown[0].split("=")[0], getattr(args, "known", []))
         whole.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
-        with signals.interruptible(is_rank=find_place() is not None):
+        is_rank = read_rank_environment() is not None
+        with signals.default_on_signals() if is_rank else signals.raise_on_signals():
             sys.exit(run(args))
     except (LaunchError, ExchangeError) as error:  # the message is enough, without a traceback
         sys.exit(f"oktopk: {type(error).__name__}: {error}")
@@ -248,9 +250,9 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (FileError, OSError) as error:
-        sys.exit(f"oktopk {args.command}: {one_line(error)}")
+        sys.exit(f"oktopk {args.command}: {single_line(error)}")
     except KeyboardInterrupt as error:
-        sys.exit(signals.farewell(error))
+        sys.exit(signals.report_interrupt(error))
 
 
 def run(args: argparse.Namespace) -> int:

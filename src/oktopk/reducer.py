@@ -11,22 +11,22 @@ from msgspec import to_builtins
 from torch import Tensor
 
 from oktopk.comm.communicator import Comm
-from oktopk.comm.consistency import agree
-from oktopk.comm.simulated import alone
+from oktopk.comm.consistency import check_consistency
+from oktopk.comm.simulated import single_rank_comm
 from oktopk.comm.torch_transport import TorchTransport
 from oktopk.engine import saved_state
 from oktopk.engine.buckets import MAX_INDEXABLE, Bucket
 from oktopk.engine.engine import Engine
 from oktopk.settings import OnNonfinite, Settings
 from oktopk.stats import Phase, StepStats
-from oktopk.utils.arguments import integer, shown
+from oktopk.utils.arguments import integer, short_repr
 from oktopk.wire.codec import CodecName
 
 
 def default_comm(group: dist.ProcessGroup | None = None) -> Comm:
-    """Over a process group, the default one, or alone when there is none."""
+    """Over a process group, the default one, or of one rank when there is none."""
     if group is None and not dist.is_initialized():
-        return alone()
+        return single_rank_comm()
     return Comm(TorchTransport(group))
 
 
@@ -68,9 +68,9 @@ class Reducer:
         if group is not None and comm is not None:
             raise ValueError("pass group or comm, not both")
         if comm is not None and not isinstance(comm, Comm):
-            raise TypeError(f"comm must be an oktopk Comm, got {shown(comm)}")
+            raise TypeError(f"comm must be an oktopk Comm, got {short_repr(comm)}")
         if group is not None and not isinstance(group, dist.ProcessGroup):
-            raise TypeError(f"group must be a process group, got {shown(group)}")
+            raise TypeError(f"group must be a process group, got {short_repr(group)}")
         if (numel := integer("numel", numel, least=0)) > MAX_INDEXABLE:
             raise ValueError(
                 f"numel must be from 0 to 2**31 - 1, as indices are int32, got {numel}: "
@@ -161,7 +161,7 @@ class Reducer:
                 "gradient is contiguous": grad.is_contiguous(),
             }
             has_data = grad.device.type != "meta"
-            agree(self.comm, grad.device if has_data else torch.device("cpu"), facts)
+            check_consistency(self.comm, grad.device if has_data else torch.device("cpu"), facts)
             self._agreed = True
         check_gradient(grad, self.numel, f"rank {self.comm.rank}, step {self.step}")
 

@@ -13,7 +13,7 @@ from oktopk.utils.arguments import (
     flag,
     integer,
     number,
-    shown,
+    short_repr,
 )
 from oktopk.wire.codec import CodecName
 
@@ -88,7 +88,7 @@ class Settings:
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or self.method not in METHODS:
             known = ", ".join(METHODS)
-            raise ValueError(f"unknown method {shown(self.method)}; known methods: {known}")
+            raise ValueError(f"unknown method {short_repr(self.method)}; known methods: {known}")
         least = {"warmup_steps": 0, "exact_every": 1, "bounds_every": 1, "group_numel": 1}
         for name, lowest in least.items():
             self._set(name, integer(name, getattr(self, name), least=lowest))
@@ -142,7 +142,7 @@ def _schedule(value: Any) -> tuple[tuple[int, float], ...]:
         pairs = [(steps, density) for steps, density in value]
     except (TypeError, ValueError):
         what = "(steps, density) pairs"
-        raise TypeError(f"schedule must be {what}, got {shown(value)}") from None
+        raise TypeError(f"schedule must be {what}, got {short_repr(value)}") from None
     steps = "steps of a part of the schedule"
     return tuple((integer(steps, n, least=1), _density(density)) for n, density in pairs)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +18,7 @@ import oktopk
 from idioms import IDIOMS, SPARSE, Net, batch, build, one_step, weights_of
 from oktopk.adapters.ddp import validation
 from oktopk.comm.communicator import Comm
-from oktopk.comm.consistency import agree_at, differences
-from oktopk.comm.simulated import alone
+from oktopk.comm.simulated import single_rank_comm
 from oktopk.comm.torch_transport import TorchTransport
 from oktopk.engine import buckets
 from oktopk.errors import ExchangeError
@@ -94,80 +92,6 @@ def attach_on_one_rank(group) -> str:
 def test_a_rank_that_does_not_attach_is_named(worlds):
     first, _ = worlds.run(2, attach_on_one_rank)
     assert "rank 1 did not call attach within 1 s" in first
-
-
-def compared(store, facts: list[dict], late: int | None = None, calls: int = 1) -> list[str]:
-    """What each rank is told; rank `late` comes when the others have given up."""
-
-    def one(rank: int) -> str:
-        for _ in range(calls):
-            try:
-                agree_at(lambda: store, rank, len(facts), 30 if late is None else 1.0, facts[rank])
-            except (ValueError, ExchangeError) as error:
-                return f"{type(error).__name__}: {error}"
-        return "fine"
-
-    with ThreadPoolExecutor(len(facts)) as pool:
-        asked = {rank: pool.submit(one, rank) for rank in range(len(facts)) if rank != late}
-        told = {rank: future.result(60) for rank, future in asked.items()}
-    if late is not None:
-        told[late] = one(late)
-    return [told[rank] for rank in range(len(facts))]
-
-
-@pytest.fixture(params=["hash", "file", "tcp"])
-def store(request, tmp_path):
-    make = {
-        "hash": dist.HashStore,
-        "file": lambda: dist.FileStore(f"{tmp_path}/store", 3),
-        "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
-    }
-    return dist.PrefixStore("group", make[request.param]())
-
-
-def test_every_rank_is_told_the_same_through_any_store(store):
-    same, other = {"a": 1, "names": ["x"] * 40}, {"a": 2, "names": ["x"] * 41}
-    assert compared(store, [same] * 3, calls=3) == ["fine"] * 3
-    told = compared(store, [same, other, same])
-    assert told[0].startswith(
-        "ValueError: the ranks disagree: a is 1 on ranks 0, 2 but 2 on rank 1"
-    )
-    assert len(set(told)) == 1 and len(told[0]) < 200
-    assert compared(store, [same] * 3) == ["fine"] * 3, "a failure does not disturb the next call"
-
-
-def test_a_rank_that_comes_too_late_is_told_too(store):
-    told = compared(store, [{"a": 1}] * 3, late=1)
-    assert told[0].startswith("ExchangeError: rank 1 did not call attach within 1 s")
-    assert len(set(told)) == 1
-
-
-def test_no_rank_leaves_with_the_store_before_the_others_have_heard(store):
-    def one(rank: int) -> int:
-        with pytest.raises(ValueError, match="rank is 0 on rank 0 but 1 on rank 1, 2 on rank 2"):
-            agree_at(lambda: store, rank, 3, 30, {"rank": rank})
-        return store.add("oktopk.attach.1.heard", 0)
-
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(one, range(3))) == [3, 3, 3]
-
-
-def test_a_store_that_is_gone_is_an_error_that_says_so():
-    def gone() -> object:
-        raise RuntimeError("connection refused")
-
-    with pytest.raises(ExchangeError, match=r"rank 0: the store .* look there \(connection refu"):
-        agree_at(gone, 0, 1, 1.0, {})
-
-
-def test_an_error_lists_a_few_ranks_and_a_few_differences():
-    everyone = [{f"f{i}": rank > 0 for i in range(30)} for rank in range(300)]
-    said = differences(everyone)
-    assert "f0 is False on rank 0 but True on ranks 1, 2, 3, 4, 5, 6, 7, 8 and 291 more;" in said
-    assert said.endswith("; and 22 more differences") and len(said) < 1000
-    assert (
-        differences([{"a": 1}, {}]) == "the ranks disagree: a is 1 on rank 0 but absent on rank 1"
-    )
 
 
 # What is refused
@@ -421,7 +345,7 @@ def over_another_communicator(group) -> tuple:
         handle.close()
         weights.append(weights_of(model))
     said = []
-    for wrong in (print, alone()):
+    for wrong in (print, single_rank_comm()):
         try:
             build(group, IDIOMS["plain"], 0, SPARSE | {"comm": wrong})
         except (TypeError, ValueError) as error:

@@ -13,23 +13,17 @@ import time
 import pytest
 
 from oktopk.bench import network
-from oktopk.bench.baselines import CONTENDERS
+from oktopk.bench.baselines import CASES
 from oktopk.bench.command import command
 from oktopk.bench.measure import Row, compared
 from oktopk.bench.scale import scaled
 from oktopk.bench.shapes import MODELS, shapes_of
 from oktopk.bench.stream import gradients
 from oktopk.cli import parser
-from oktopk.launch.local_workers import LaunchError
-from oktopk.methods.cost_model import (
-    BILLS,
-    Link,
-    Machine,
-    Work,
-    break_even,
-    cheapest,
-    seconds,
-)
+from oktopk.errors import LaunchError
+from oktopk.methods import METHODS
+from oktopk.methods.cost_model import KernelSpeed, Link, Work
+from oktopk.methods.prediction import break_even, cheapest
 from oktopk.wire.codec import entry_bits
 
 permitted = pytest.mark.skipif(network._unshare() is None, reason=network.why_not())
@@ -90,7 +84,7 @@ def row(method: str, ms: float) -> Row:
     )
 
 
-def test_ratios_are_above_the_floor():
+def test_ratios_are_of_times_above_the_noop():
     rows = [row("noop", 10), row("ddp_dense", 110)]
     found = compared(row("oktopk", 35), rows)
     assert (found.ms_above_noop, found.ratio_to_dense) == (25, 0.25)
@@ -98,7 +92,7 @@ def test_ratios_are_above_the_floor():
 
 
 @permitted
-def test_every_contender_in_namespaces(tmp_path):
+def test_every_case_in_namespaces(tmp_path):
     before = interfaces()
     done = bench(
         "--rates", "none,500mbit", "--json", f"{tmp_path}/b.json", "--plot", f"{tmp_path}/b.png"
@@ -107,7 +101,7 @@ def test_every_contender_in_namespaces(tmp_path):
     assert done.stderr == ""
     assert interfaces() == before
     rows = json.loads((tmp_path / "b.json").read_text())
-    assert [r["method"] for r in rows] == [*CONTENDERS] * 2
+    assert [r["method"] for r in rows] == [*CASES] * 2
     assert {r["rate"] for r in rows} == {"none", "500mbit"}
     for r in rows:
         assert r["numel"] == NUMEL and r["workers"] == WORKERS and r["ms_per_step"] > 0
@@ -159,7 +153,7 @@ def test_flags_that_cannot_be(flags, says):
 def test_everything_kept_is_a_cost_too():
     everything = Work(1000, 1000, 8, entry_bits("bf16", 1.0))
     assert everything.bits == 64 and everything.union == 1000
-    assert next(iter(cheapest(everything, LINK, MACHINE))) == "dense"
+    assert next(iter(cheapest(everything, LINK, SPEED))) == "dense"
     assert entry_bits("bf16", 0.02) == pytest.approx(23.6, abs=0.05)
 
 
@@ -194,22 +188,22 @@ def test_simulated_ranks_are_told_and_the_formula_goes_beyond():
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines() if line[:8].strip().isdigit()]
     assert [int(line[0]) for line in lines] == [2, 4, 8, 16, 32]
-    assert not scaled("oktopk", 512, 10**7, 0.02, LINK, MACHINE).simulated
+    assert not scaled("oktopk", 512, 10**7, 0.02, LINK, SPEED).simulated
     assert "measured here with 2 workers" in done.stdout
 
 
-LINK, MACHINE = Link(1e-4, 25e6), Machine(1e-9, 5e-9)  # 200 Mbit/s
+LINK, SPEED = Link(1e-4, 25e6), KernelSpeed(1e-9, 5e-9)  # 200 Mbit/s
 
 
 def test_costs_know_when_which_method_wins():
     work = Work(27_600_000, 552_000, 8)
-    assert next(iter(cheapest(work, LINK, MACHINE))) == "oktopk"
-    assert next(iter(cheapest(Work(27_600_000, 552_000, 2), LINK, MACHINE))) in ("topka", "oktopk")
-    assert next(iter(cheapest(work, Link(1e-5, 100e9), MACHINE))) == "dense"
-    edge = break_even("oktopk", work, LINK.latency, MACHINE)
+    assert next(iter(cheapest(work, LINK, SPEED))) == "oktopk"
+    assert next(iter(cheapest(Work(27_600_000, 552_000, 2), LINK, SPEED))) in ("topka", "oktopk")
+    assert next(iter(cheapest(work, Link(1e-5, 100e9), SPEED))) == "dense"
+    edge = break_even("oktopk", work, LINK.latency, SPEED)
     times = [
         [
-            seconds(name, work, Link(LINK.latency, edge * factor), MACHINE)
+            METHODS[name].cost(work).seconds(Link(LINK.latency, edge * factor), SPEED)
             for name in ("oktopk", "dense")
         ]
         for factor in (0.9, 1.1)
@@ -221,7 +215,7 @@ def test_costs_know_when_which_method_wins():
 @pytest.mark.parametrize("method", ["topka", "oktopk"])
 def test_simulation_and_formula_agree(method, P):
     numel = 2_000_000
-    told = scaled(method, P, numel, 0.02, LINK, MACHINE)
-    formula = BILLS[method](Work(numel, 40_000, P)).bytes
+    told = scaled(method, P, numel, 0.02, LINK, SPEED)
+    formula = METHODS[method].cost(Work(numel, 40_000, P)).bytes
     assert told.simulated
     assert told.bytes_sent == pytest.approx(formula, rel=0.1)

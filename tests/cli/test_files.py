@@ -57,14 +57,14 @@ def test_what_is_no_file_is_one_error(tmp_path, name):
 def test_a_file_larger_than_expected_is_not_read(tmp_path):
     path = tmp_path / "a"
     with path.open("wb") as file:
-        file.truncate(files.MOST_BYTES + 1)
+        file.truncate(files.MAX_BYTES + 1)
     with pytest.raises(FileError, match="has more than"):
         files.read_text(path)
 
 
 def test_a_tensor_where_numbers_by_name_belong_is_an_error_of_the_file():
     with pytest.raises(FileError, match="holds an object of an unexpected type"):
-        files.checked({"step": 1, "files": torch.ones(2)}, Facts, "x.pt")
+        files.convert({"step": 1, "files": torch.ones(2)}, Facts, "x.pt")
 
 
 def test_errors_cross_processes():
@@ -74,12 +74,12 @@ def test_errors_cross_processes():
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "a"
-    files.write_whole(path, "old")
+    files.write_atomically(path, "old")
     (tmp_path / "b").mkdir()
     with pytest.raises(OSError):
-        files.write_whole(tmp_path / "b", "new")
+        files.write_atomically(tmp_path / "b", "new")
     with pytest.raises(TypeError):
-        files.write_whole(path, None)  # it fails while it writes
+        files.write_atomically(path, None)  # it fails while it writes
     assert path.read_text() == "old"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
 

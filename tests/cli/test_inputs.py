@@ -21,8 +21,8 @@ from mutations import ODD_VALUES, bounded_memory, damaged, odd, only
 from oktopk.compare import results
 from oktopk.compare.command import write_tables
 from oktopk.errors import LaunchError
-from oktopk.launch.master_endpoint import meeting_point
-from oktopk.launch.rank_environment import find_place
+from oktopk.launch.master_endpoint import master_endpoint
+from oktopk.launch.rank_environment import read_rank_environment
 from oktopk.report.command import sections
 from oktopk.report.page import page
 from oktopk.report.summary import summary
@@ -186,13 +186,13 @@ def test_checkpoint_files(tmp_path):
     }
     torch.save(own, path)
     content = path.read_bytes()
-    files.checked(files.read_tensors(path), RankState, path)
+    files.convert(files.read_tensors(path), RankState, path)
     for seed in SEEDS:
         path.write_bytes(damaged(content, seed))
-        told = only(FileError, lambda: files.checked(files.read_tensors(path), RankState, path))
+        told = only(FileError, lambda: files.convert(files.read_tensors(path), RankState, path))
         assert told is None or str(path) in told, seed
         for kind in (RankState, CommonState):
-            only(FileError, lambda kind=kind, seed=seed: files.checked(odd(own, seed), kind, path))
+            only(FileError, lambda kind=kind, seed=seed: files.convert(odd(own, seed), kind, path))
 
 
 @pytest.fixture
@@ -322,7 +322,7 @@ def test_cached_spectra(corpus_folder, tmp_path):
 def test_numbers_of_launchers(environ, name, text):
     of_torchrun = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     environ(**((of_torchrun if "SLURM" not in name else srun(0, 1)) | {name: text}))
-    told = only(LaunchError, find_place)
+    told = only(LaunchError, read_rank_environment)
     assert told is None or len(told) < 600
 
 
@@ -339,9 +339,9 @@ def test_environments_of_launchers(environ, monkeypatch, tmp_path):
 
                 def find():
                     nonlocal place
-                    place = find_place()
+                    place = read_rank_environment()
 
                 only(LaunchError, find)
                 if place is not None:
-                    only(LaunchError, lambda place=place: meeting_point(place))
+                    only(LaunchError, lambda place=place: master_endpoint(place))
     assert "PBS_NODEFILE" in os.environ

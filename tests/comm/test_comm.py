@@ -35,13 +35,17 @@ def use_every_collective(where) -> dict:
     )
     after, before = (rank + 1) % size, (rank - 1) % size
     return {
-        "swap_sizes": comm.swap_sizes([10 * rank + p for p in range(size)], cpu, stage="a"),
-        "all_gather": comm.all_gather(torch.tensor([rank, 7]), stage="b").tolist(),
+        "all_to_all_sizes": comm.all_to_all_sizes(
+            [10 * rank + p for p in range(size)], cpu, stage="a"
+        ),
+        "all_gather_header": comm.all_gather_header(torch.tensor([rank, 7]), stage="b").tolist(),
         "all_gather_size": comm.all_gather_size(rank, cpu, stage="b"),
         "exchange": {peer: message.tolist() for peer, message in heard.items()},
-        "sum_small": comm.sum_small(torch.arange(5) + rank, stage="d").tolist(),
-        "sum_nothing": comm.sum_small(torch.arange(0), stage="d").tolist(),
-        "shift": comm.shift(rank, after, before, cpu, stage="e") if size > 1 else 0,
+        "all_reduce_header": comm.all_reduce_header(torch.arange(5) + rank, stage="d").tolist(),
+        "all_reduce_of_nothing": comm.all_reduce_header(torch.arange(0), stage="d").tolist(),
+        "send_recv_size": comm.send_recv_size(rank, after, before, cpu, stage="e")
+        if size > 1
+        else 0,
         "all_reduce": comm.all_reduce_(torch.full((5,), float(rank)), stage="f").tolist(),
         "ledger": comm.ledger.stages,
     }
@@ -50,13 +54,13 @@ def use_every_collective(where) -> dict:
 def expected(rank: int, size: int) -> dict:
     counts = [peer % 3 for peer in range(size)]
     return {
-        "swap_sizes": [10 * peer + rank for peer in range(size)],
-        "all_gather": [[p, 7] for p in range(size)],
+        "all_to_all_sizes": [10 * peer + rank for peer in range(size)],
+        "all_gather_header": [[p, 7] for p in range(size)],
         "all_gather_size": list(range(size)),
         "exchange": {p: [p] * counts[p] for p in range(size) if p != rank},
-        "sum_small": [size * i + size * (size - 1) // 2 for i in range(5)],
-        "sum_nothing": [],
-        "shift": (rank - 1) % size,
+        "all_reduce_header": [size * i + size * (size - 1) // 2 for i in range(5)],
+        "all_reduce_of_nothing": [],
+        "send_recv_size": (rank - 1) % size,
         "all_reduce": [size * (size - 1) / 2] * 5,
         "ledger": expected_ledger(rank, size),
     }

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import oktopk
 from oktopk import METHODS, Reducer, simulate
-from oktopk.comm.simulated import alone
+from oktopk.comm.simulated import single_rank_comm
 from oktopk.engine.buckets import Bucket
 from oktopk.engine.engine import Engine
 from oktopk.settings import Settings
@@ -169,7 +169,7 @@ def test_an_error_on_one_simulated_rank_ends_all():
     def main(comm):
         if comm.rank == 2:
             raise ZeroDivisionError("rank 2")
-        comm.all_gather(torch.ones(1), stage="a")
+        comm.all_gather_header(torch.ones(1), stage="a")
 
     with pytest.raises(ZeroDivisionError, match="rank 2"):
         simulate(4, main)
@@ -178,7 +178,7 @@ def test_an_error_on_one_simulated_rank_ends_all():
 def test_a_simulated_rank_that_leaves_early_is_no_hang():
     def main(comm):
         if comm.rank != 1:
-            comm.all_gather(torch.ones(1), stage="a")
+            comm.all_gather_header(torch.ones(1), stage="a")
 
     with pytest.raises(RuntimeError, match="never enter"):
         simulate(3, main)
@@ -188,7 +188,7 @@ def test_an_exit_on_one_simulated_rank_is_seen():
     def main(comm):
         if comm.rank == 1:
             raise SystemExit(3)
-        comm.all_gather(torch.ones(1), stage="a")
+        comm.all_gather_header(torch.ones(1), stage="a")
 
     with pytest.raises(SystemExit):
         simulate(3, main)
@@ -249,7 +249,9 @@ def test_a_selection_has_every_nan(method, bad, num):
 
 
 def test_a_nan_is_seen_in_a_group_that_may_offer_nothing():
-    engine = Engine(Settings(density=0.1, group_numel=100), alone(), [Bucket(100), Bucket(100)])
+    engine = Engine(
+        Settings(density=0.1, group_numel=100), single_rank_comm(), [Bucket(100), Bucket(100)]
+    )
     for step in range(4):  # the fourth exchanges group by group
         current = engine.begin(torch.zeros(1))
         assert current.plan.whole_model == (step < 3)

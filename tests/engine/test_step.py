@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from oktopk.comm.simulated import alone
+from oktopk.comm.simulated import single_rank_comm
 from oktopk.engine.buckets import Bucket
 from oktopk.engine.engine import Engine
 from oktopk.engine.residual import apply_dense_, apply_sparse_
@@ -19,7 +19,9 @@ from oktopk.sparse import Sparse
 
 
 def engine(**more) -> Engine:
-    return Engine(Settings(density=0.1, **more), alone(), [Bucket(40, dense=((0, 3),)), Bucket(60)])
+    return Engine(
+        Settings(density=0.1, **more), single_rank_comm(), [Bucket(40, dense=((0, 3),)), Bucket(60)]
+    )
 
 
 def grads(seed: int) -> list[torch.Tensor]:

@@ -14,14 +14,14 @@ from idioms import IDIOMS, build, one_step
 
 
 def main(
-    rank: int, size: int, meeting: str, attached: dict, steps: int = 10**9, odd: str = ""
+    rank: int, size: int, init_method: str, attached: dict, steps: int = 10**9, odd: str = ""
 ) -> None:
     """Train, say "ten steps" after ten of them; an `odd` rank breaks or sleeps in step 20."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo",
-        init_method=meeting,
+        init_method=init_method,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=30),

@@ -8,13 +8,14 @@ import torch
 
 from oktopk.comm.communicator import Comm
 from oktopk.comm.torch_transport import TorchTransport
-from oktopk.launch.local_workers import find_place, joined
+from oktopk.launch.process_group import job_process_group
+from oktopk.launch.rank_environment import read_rank_environment
 
-place = find_place()
-with joined(place, timeout=30):
-    if place.size == 1:
+env = read_rank_environment()
+with job_process_group(env, timeout=30):
+    if env.world_size == 1:
         print("alone", flush=True)
         time.sleep(100)  # torchrun ends this life when the other host comes
     comm = Comm(TorchTransport())
-    ranks = comm.all_gather(torch.tensor([comm.rank]), stage="test").view(-1).tolist()
+    ranks = comm.all_gather_header(torch.tensor([comm.rank]), stage="test").view(-1).tolist()
     print("ranks", ranks, flush=True)

@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from oktopk.comm.communicator import Comm
 from oktopk.comm.torch_transport import TorchTransport
-from oktopk.launch.local_workers import LaunchError, find_place
-from oktopk.launch.process_group import joined
+from oktopk.errors import LaunchError
+from oktopk.launch.process_group import job_process_group
+from oktopk.launch.rank_environment import read_rank_environment
 
-OF_LAUNCHERS = ("OKTOPK_", "OMPI_", "PMI", "MPI_", "SLURM_", "PBS_", "MASTER_", "TORCHELASTIC_")
+PREFIXES = ("OKTOPK_", "OMPI_", "PMI", "MPI_", "SLURM_", "PBS_", "MASTER_", "TORCHELASTIC_")
 
 
 NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"}
@@ -23,7 +24,7 @@ NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREAD
 
 def environment(**variables: str) -> dict[str, str]:
     """This one, without what a launcher may have left in it."""
-    kept = {n: v for n, v in os.environ.items() if not n.startswith(OF_LAUNCHERS)}
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(PREFIXES)}
     return {name: value for name, value in kept.items() if name not in NAMES} | variables
 
 
@@ -54,16 +55,16 @@ def start(target, *args: object) -> mp.Process:
 def rank_main(variables: dict[str, str], timeout: float, folder: Path) -> None:
     os.environ.clear()
     os.environ.update(environment(**variables))
-    place = find_place()
+    env = read_rank_environment()
     try:
-        with joined(place, timeout) as device:
+        with job_process_group(env, timeout) as device:
             comm = Comm(TorchTransport())
-            ranks = comm.all_gather(torch.tensor([place.rank]), stage="test").view(-1).tolist()
-            said = f"{place.launcher} {ranks} {dist.get_backend()} on {device}"
+            ranks = comm.all_gather_header(torch.tensor([env.rank]), stage="test").view(-1).tolist()
+            said = f"{env.launcher} {ranks} {dist.get_backend()} on {device}"
         assert not dist.is_initialized()
     except LaunchError as error:
         said = str(error)
-    (folder / str(place.rank)).write_text(said)
+    (folder / str(env.rank)).write_text(said)
 
 
 def wait_for(condition) -> None:

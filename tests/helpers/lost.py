@@ -9,7 +9,7 @@ import sys
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.errors import ExchangeError, LaunchError, RunError
-from oktopk.launch.rank_environment import Place
+from oktopk.launch.rank_environment import RankEnvironment
 from oktopk.train import (
     checkpoint,
     loop,
@@ -39,7 +39,9 @@ def main(rank: int, size: int, port: int, settings: dict, where: str, how: str, 
             lose(*PLACES[where], how)
         config = Config(**(TINY | {"name": "lost", "timeout": 6.0} | settings))
         try:
-            sys.exit(run.run_worker(config, Place("test", rank, size, rank, size), False, []))
+            sys.exit(
+                run.run_worker(config, RankEnvironment("test", rank, size, rank, size), False, [])
+            )
         except (RunError, ExchangeError, LaunchError) as error:  # as the command line does
             sys.exit(f"{type(error).__name__}: {error}")
 

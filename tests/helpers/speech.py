@@ -15,7 +15,7 @@ import torch.distributed as dist
 from oktopk.comm.communicator import Comm
 from oktopk.comm.torch_transport import TorchTransport
 from oktopk.errors import RunError
-from oktopk.launch.rank_environment import Place
+from oktopk.launch.rank_environment import RankEnvironment
 from oktopk.report.command import report
 from oktopk.train import checkpoint, loop, step
 from oktopk.train.config import Config
@@ -66,7 +66,7 @@ def train(
     del group
     rank, size = dist.get_rank(), dist.get_world_size()
     config = Config(**(TINY | {"name": "tiny", "data": corpus, "runs": runs} | settings))
-    place = Place("test", rank, size, rank, size)
+    place = RankEnvironment("test", rank, size, rank, size)
     with faulty(rank, runs, **(faults or {})):
         try:
             # as if all settings were flags

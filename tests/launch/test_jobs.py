@@ -12,7 +12,7 @@ import pytest
 
 from launchers import environment
 from oktopk.cli import parser
-from oktopk.launch.rank_environment import Place
+from oktopk.launch.rank_environment import RankEnvironment
 
 JOBS = Path(__file__).parents[2] / "jobs"
 SCRIPTS = sorted(JOBS.glob("*.sh"))
@@ -54,7 +54,7 @@ def run_job(script: Path, folder: Path, **variables: object) -> str:
     return done.stdout
 
 
-def test_the_slurm_job_starts_ranks_that_find_their_place(tmp_path):
+def test_the_slurm_job_starts_ranks_that_find_their_rank_and_endpoint(tmp_path):
     """srun's stand-in gives the second rank of the second node its variables, as SLURM does."""
     fake(
         tmp_path,
@@ -65,19 +65,20 @@ def test_the_slurm_job_starts_ranks_that_find_their_place(tmp_path):
         'exec "$@"',
     )
     code = (
-        "from oktopk.launch.master_endpoint import *; "
-        "from oktopk.launch.rank_environment import find_place; p = find_place()"
+        "from oktopk.launch.master_endpoint import master_endpoint; "
+        "from oktopk.launch.rank_environment import read_rank_environment; "
+        "env = read_rank_environment(); print(env, master_endpoint(env)[0])"
     )
     fake(
         tmp_path,
         "python",
-        f'echo "$@"; exec {sys.executable} -c "{code}; print(p, meeting_point(p)[0])"',
+        f'echo "$@"; exec {sys.executable} -c "{code}"',
     )
     batch = {"SLURM_JOB_ID": 7, "SLURM_PROCID": 0, "SLURM_NTASKS": 8, "SLURM_CPUS_PER_TASK": 8}
     said = run_job(JOBS / "slurm.sh", tmp_path, SLURM_SUBMIT_DIR=tmp_path, **batch)
-    place = Place("srun", 5, 8, 1, 4)
+    env = RankEnvironment("srun", 5, 8, 1, 4)
     command = "-m oktopk train --config lstm_extended --data data/an4 --resume"
-    assert said == f"{command}\n{place} gpu07\n"
+    assert said == f"{command}\n{env} gpu07\n"
 
 
 def test_the_pbs_job_starts_torchrun_on_two_nodes_of_four(tmp_path):

@@ -16,7 +16,7 @@ from laws import (
     simulated,
 )
 from oktopk import simulate
-from oktopk.comm.simulated import alone
+from oktopk.comm.simulated import single_rank_comm
 from oktopk.engine.buckets import Bucket
 from oktopk.engine.engine import Engine
 from oktopk.methods.ok_topk import balance
@@ -241,12 +241,12 @@ def test_groups_of_buckets_lose_nothing_and_keep_k(group):
 
 def test_a_state_of_other_groups_gives_its_counters():
     buckets = [Bucket(1000), Bucket(1000)]
-    many = Engine(Settings(density=0.1, group_numel=1), alone(), buckets)
+    many = Engine(Settings(density=0.1, group_numel=1), single_rank_comm(), buckets)
     for step in range(3):
         current = many.begin(torch.zeros(1))
         for bucket in range(2):
             current.add_bucket(bucket, STREAMS["heavy"](1000, bucket, step).float())
         many.finish(current)
-    one = Engine(Settings(density=0.1), alone(), buckets)
+    one = Engine(Settings(density=0.1), single_rank_comm(), buckets)
     one.load_state_dict(many.state_dict())
     assert one.step == 3 and len(one.group_states) == 1 and one.quotas == []

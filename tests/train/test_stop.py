@@ -8,7 +8,8 @@ import signal
 import pytest
 
 from oktopk.errors import StoppedError
-from oktopk.train.stop import SIGNALS, StopRequest, steps_between_checks
+from oktopk.train.stop import StopRequest, steps_between_checks
+from oktopk.utils.signals import STOP_SIGNALS
 
 
 @pytest.fixture
@@ -18,13 +19,13 @@ def raising():
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in SIGNALS}
+    before = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
     yield interrupt
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_the_first_signal_is_a_request_and_the_second_ends_the_process(raising, number):
     with StopRequest() as stop:
         assert not stop.requested
@@ -36,8 +37,8 @@ def test_the_first_signal_is_a_request_and_the_second_ends_the_process(raising, 
 
 def test_the_handlers_are_restored_after_the_block(raising):
     with StopRequest():
-        assert all(signal.getsignal(number) is not raising for number in SIGNALS)
-    assert all(signal.getsignal(number) is raising for number in SIGNALS)
+        assert all(signal.getsignal(number) is not raising for number in STOP_SIGNALS)
+    assert all(signal.getsignal(number) is raising for number in STOP_SIGNALS)
 
 
 def test_a_rank_stops_only_once_all_ranks_know(raising):

@@ -258,7 +258,7 @@ def test_resume_is_advised_where_there_is_something_to_resume(tmp_path, monkeypa
             checkpointed(tmp_path / "a-2")
         return 1
 
-    monkeypatch.setattr(train_command, "start_workers", fail)
+    monkeypatch.setattr(train_command, "run_local_workers", fail)
     assert train_command.run_workers(2, [], config, resume=False) == 1
     assert ("--resume" in capsys.readouterr().err) == (made == "checkpoint")
     assert train_command.run_workers(2, [], config, resume=True) == 1  # that was the same command

@@ -71,7 +71,8 @@ def test_ranks_that_were_started_differently_say_so_and_end(corpus, tmp_path, fr
     flags = [{}, {"lr": 0.02, "clip_after": 1.0}, {"cache": str(tmp_path / "own")}]
     for text in ended(corpus, tmp_path, free_port, "", "", *flags):
         assert text.strip().splitlines() == [
-            "LaunchError: the ranks were not started alike: lr is 0.01 on ranks 0, 2, 0.02 on rank "
-            "1; clip_after is 400.0 on ranks 0, 2, 1.0 on rank 1. Give all of them the same flags"
+            "LaunchError: the ranks were started with different settings: lr is 0.01 on ranks 0, 2 "
+            "but 0.02 on rank 1; clip_after is 400.0 on ranks 0, 2 but 1.0 on rank 1. Give all "
+            "ranks the same flags"
         ]
     assert not (tmp_path / "runs").exists()

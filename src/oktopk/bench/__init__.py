@@ -1,1 +1,1 @@
-"""`oktopk bench`: a cluster in a box. Every method and its peers on one network, in one run."""
+"""`oktopk bench`: every method and the baselines of PyTorch, measured on networks of any speed."""

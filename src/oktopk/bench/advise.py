@@ -1,4 +1,4 @@
-"""`oktopk bench --advise`: what to expect of each method, before anything is built on it."""
+"""`oktopk bench --advise`: predicted times of every method, from a short measurement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNITS = {"tbit": 1e12, "gbit": 1e9, "mbit": 1e6, "kbit": 1e3, "bit": 1.0}
 
 
 def bits_per_second(rate: str) -> float:
-    """`"200mbit"` -> 2e8, as `tc` reads it."""
+    """Return 2e8 for `"200mbit"`, and so on for all units of `tc`."""
     unit = next(unit for unit in UNITS if rate.endswith(unit))
     return float(rate.removesuffix(unit)) * UNITS[unit]
 
@@ -26,7 +26,7 @@ def advise(
     numel: int, density: float, step_ms: float, rates: list[str], comm: Comm, speed: KernelSpeed,
     link: Link, codec: CodecName,
 ) -> None:  # fmt: skip
-    """Print the table; `link` is this network as it was measured."""
+    """Print the table of predicted times; `link` is this network as measured."""
     say = sys.stdout.write if comm.rank == 0 else len
     work = Work(numel, num_kept(numel, density), comm.size, entry_bits(codec, density))
     links = {

@@ -1,4 +1,4 @@
-"""Who takes part: DDP as it is, the hooks people would use instead, and every method of ours."""
+"""What the bench compares: plain DDP, PyTorch's communication hooks, and every method of ours."""
 
 from __future__ import annotations
 
@@ -11,84 +11,119 @@ import torch
 import torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks as debugging_hooks
 import torch.distributed.algorithms.ddp_comm_hooks.default_hooks as default_hooks
 import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as powersgd
+from torch import Tensor
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.adapters.ddp.attach import attach
 from oktopk.adapters.ddp.handle import Handle
+from oktopk.bench.shapes import Shapes
 from oktopk.comm.ledger import dense_allreduce
 from oktopk.methods import METHODS
+from oktopk.wire.codec import CodecName
 
-FLOOR, DENSE = "noop", "ddp_dense"
+NOOP, DENSE = "noop", "ddp_dense"
 ONE_BUCKET = 2**20  # MB
+MIN_COMPRESSION = 2  # PowerSGD's own default: it compresses what becomes at least this much smaller
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """The settings that every method of ours is measured with."""
+
+    density: float
+    wire: CodecName
+
+
+Attach = Callable[[DistributedDataParallel, BenchSettings], Handle | None]
+"""Attaches an exchange to a model; returns a handle if it is one of ours."""
+BytesSent = Callable[[Shapes, int], int]
+"""Returns the bytes that a rank sends in a step, from the tensors' shapes and the world size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Contender:
-    """One row of the bench."""
+class BenchCase:
+    """One gradient exchange that is measured: a row of the table for each network."""
 
-    hook: Callable[[DistributedDataParallel, dict[str, Any]], Handle | None]
-    """Registers it on a model; a handle where it is one of ours."""
-
-    sent: Callable[[list[tuple[int, ...]], int], int]
-    """Bytes a rank sends a step by its algorithm, where no ledger tells: (shapes, ranks)."""
+    attach: Attach
+    bytes_sent: BytesSent
+    """By its algorithm. Methods of ours have a ledger, which counts instead."""
 
     bucket_mb: float | None = None
-    """None: as DDP does it."""
+    """The size of DDP's buckets; None is DDP's default."""
 
-    settles: int = 2
-    """Steps before it runs as it will: DDP builds its buckets anew after the first."""
-
-
-def _peer(hook: Callable[..., Any], state: Callable[[], Any] = lambda: None) -> Callable[..., None]:
-    def register(model: DistributedDataParallel, _: dict[str, Any]) -> None:
-        model.register_comm_hook(state(), hook)
-
-    return register
+    settling_steps: int = 2
+    """Steps before it runs at its usual speed. DDP rebuilds its buckets after the first."""
 
 
-def _ours(method: str) -> Callable[..., Handle]:
-    def register(model: DistributedDataParallel, settings: dict[str, Any]) -> Handle:
-        return attach(model, method=method, warmup_steps=0, check_every=0, **settings)
-
-    return register
+def _no_bytes(_: Shapes, __: int) -> int:
+    return 0
 
 
-def _powersgd(rank: int) -> Contender:
-    def state() -> powersgd.PowerSGDState:
+def _dense_bytes(itemsize: int) -> BytesSent:
+    def bytes_sent(shapes: Shapes, size: int) -> int:
+        numel = sum(torch.Size(shape).numel() for shape in shapes)
+        return dense_allreduce(itemsize * numel, size).sent
+
+    return bytes_sent
+
+
+def _without_hook(_: DistributedDataParallel, __: BenchSettings) -> None:
+    """Leave DDP as it is."""
+
+
+def _with_hook(hook: Callable[[Any, Any], Future[Tensor]]) -> Attach:
+    """Register a communication hook of PyTorch that has no state."""
+
+    def attach_hook(model: DistributedDataParallel, _: BenchSettings) -> None:
+        model.register_comm_hook(None, hook)
+
+    return attach_hook
+
+
+def _powersgd(rank: int) -> BenchCase:
+    def attach_hook(model: DistributedDataParallel, _: BenchSettings) -> None:
         logging.getLogger(powersgd.__name__).setLevel(logging.WARNING)
-        return powersgd.PowerSGDState(None, rank, start_powerSGD_iter=2)
+        state = powersgd.PowerSGDState(None, rank, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powersgd.powerSGD_hook)
 
-    def sent(shapes: list[tuple[int, ...]], size: int) -> int:
-        """Two thin matrices for every one that they are smaller than, and the rest whole."""
+    def bytes_sent(shapes: Shapes, size: int) -> int:
+        """Count two factors for every matrix that they make small enough, and the rest dense."""
         total = 0
         for shape in shapes:
             numel = torch.Size(shape).numel()
             rows = shape[0]
-            thin = (rows + numel // rows) * rank
-            total += thin if len(shape) > 1 and thin * MIN_RATE < numel else numel
+            factors = (rows + numel // rows) * rank
+            compressed = len(shape) > 1 and factors * MIN_COMPRESSION < numel
+            total += factors if compressed else numel
         return dense_allreduce(4 * total, size).sent
 
-    return Contender(
-        hook=_peer(powersgd.powerSGD_hook, state), sent=sent, bucket_mb=ONE_BUCKET, settles=4
+    return BenchCase(
+        attach=attach_hook, bytes_sent=bytes_sent, bucket_mb=ONE_BUCKET, settling_steps=4
     )
 
 
-MIN_RATE = 2  # PowerSGD's own default: compress what becomes at least this much smaller
+def _method(name: str) -> BenchCase:
+    def attach_method(model: DistributedDataParallel, settings: BenchSettings) -> Handle:
+        return attach(
+            model,
+            method=name,
+            warmup_steps=0,
+            check_every=0,
+            density=settings.density,
+            wire=settings.wire,
+        )
+
+    return BenchCase(attach=attach_method, bytes_sent=_dense_bytes(4), settling_steps=6)
 
 
-def _dense_bytes(itemsize: int) -> Callable[[list[tuple[int, ...]], int], int]:
-    def sent(shapes: list[tuple[int, ...]], size: int) -> int:
-        numel = sum(torch.Size(shape).numel() for shape in shapes)
-        return dense_allreduce(itemsize * numel, size).sent
-
-    return sent
-
-
-CONTENDERS: dict[str, Contender] = {
-    FLOOR: Contender(hook=_peer(debugging_hooks.noop_hook), sent=lambda *_: 0),
-    DENSE: Contender(hook=lambda *_: None, sent=_dense_bytes(4)),
-    "ddp_fp16": Contender(hook=_peer(default_hooks.fp16_compress_hook), sent=_dense_bytes(2)),
+BASELINES: dict[str, BenchCase] = {
+    NOOP: BenchCase(attach=_with_hook(debugging_hooks.noop_hook), bytes_sent=_no_bytes),
+    DENSE: BenchCase(attach=_without_hook, bytes_sent=_dense_bytes(4)),
+    "ddp_fp16": BenchCase(
+        attach=_with_hook(default_hooks.fp16_compress_hook), bytes_sent=_dense_bytes(2)
+    ),
     "ddp_powersgd_r1": _powersgd(1),
     "ddp_powersgd_r4": _powersgd(4),
-    **{name: Contender(hook=_ours(name), sent=_dense_bytes(4), settles=6) for name in METHODS},
 }
+CASES: dict[str, BenchCase] = BASELINES | {name: _method(name) for name in METHODS}

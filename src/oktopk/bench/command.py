@@ -1,4 +1,4 @@
-"""`oktopk bench`: who exchanges gradients fastest on which network."""
+"""`oktopk bench`: its flags, and how the workers are started."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import get_args
 
 from oktopk.bench import network
-from oktopk.bench.baselines import CONTENDERS, DENSE, FLOOR
+from oktopk.bench.baselines import CASES, DENSE, NOOP
 from oktopk.bench.shapes import MODELS, shapes_of
-from oktopk.launch.local_workers import (
-    LaunchError,
-    find_place,
-    joined,
-    start_workers,
-    workers_to_start,
-)
+from oktopk.errors import LaunchError
+from oktopk.launch.local_workers import num_workers_to_start, run_local_workers
+from oktopk.launch.process_group import job_process_group
+from oktopk.launch.rank_environment import read_rank_environment
 from oktopk.utils.extras import require
-from oktopk.utils.flags import MOST_SECONDS, MOST_WORKERS, between
+from oktopk.utils.flags import MOST_SECONDS, MOST_WORKERS, number_in_range
 from oktopk.wire.codec import CodecName
 
 WORKERS = 8
@@ -31,8 +28,10 @@ MOST_NUMEL = 2**31 - 1
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `oktopk bench`."""
-    parser.add_argument("--workers", type=between(int, 1, MOST_WORKERS), help=f"default: {WORKERS}")
+    """Add the flags of `oktopk bench`."""
+    parser.add_argument(
+        "--workers", type=number_in_range(int, 1, MOST_WORKERS), help=f"default: {WORKERS}"
+    )
     parser.add_argument(
         "--rates", default=RATES, help="of every link, for `tc`; none: unshaped (%(default)s)"
     )
@@ -41,7 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--density", type=float, default=0.02, help="default: %(default)s")
     parser.add_argument(
-        "--methods", default=",".join(CONTENDERS), help="comma-separated; default: %(default)s"
+        "--methods", default=",".join(CASES), help="comma-separated; default: %(default)s"
     )
     parser.add_argument(
         "--wire",
@@ -51,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=between(float, 0.001, MOST_SECONDS),
+        type=number_in_range(float, 0.001, MOST_SECONDS),
         default=4.0,
         help="of steps per row (%(default)s)",
     )
@@ -63,7 +62,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-size", metavar="N", help="gradients, instead of --model")
     parser.add_argument(
         "--step-ms",
-        type=between(float, 0.0, 1e9),
+        type=number_in_range(float, 0.0, 1e9),
         default=0.0,
         metavar="T",
         help="--advise: compute of a step (0)",
@@ -74,27 +73,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loopback", action="store_true", help="no namespaces, no shaping")
     parser.add_argument(
         "--timeout",
-        type=between(float, 0.1, MOST_SECONDS),
+        type=number_in_range(float, 0.1, MOST_SECONDS),
         default=300.0,
         help="seconds to wait for a rank",
     )
 
 
 def command(args: argparse.Namespace, argv: list[str]) -> int:
-    """Start the cluster, or be one of its workers."""
-    rates, methods = args.rates.split(","), _with_peers(args.methods.split(","))
+    """Start the workers, or be one of them; return the exit code."""
+    rates, methods = args.rates.split(","), _with_baselines(args.methods.split(","))
     _check(args, rates)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo between processors, on every machine alike
-    place = find_place()
-    number = workers_to_start(place, args.workers, WORKERS)
+    env = read_rank_environment()
+    number = num_workers_to_start(env, args.workers, WORKERS)
     if not number:
         from oktopk.bench.worker import predict, work
 
         if network.inside():
             os.environ["GLOO_SOCKET_IFNAME"] = network.DEVICE
-        own = ("run", "known", "workers", "json", "plot")
-        alike = {name: value for name, value in vars(args).items() if name not in own}
-        with joined(place, args.timeout, alike):
+        may_differ = ("run", "known", "workers", "json", "plot")
+        settings = {name: value for name, value in vars(args).items() if name not in may_differ}
+        with job_process_group(env, args.timeout, settings):
             return (predict if args.advise or args.simulate else work)(args, rates, methods)
     if not args.loopback:
         network.enter(argv)
@@ -103,10 +102,10 @@ def command(args: argparse.Namespace, argv: list[str]) -> int:
             address = network.build(number)
         except network.NetworkError as error:
             sys.exit(f"oktopk bench: {error}\nwithout namespaces: oktopk bench --loopback")
-        return start_workers(number, argv, address=address, prefix=network.prefix)
+        return run_local_workers(number, argv, address=address, prefix=network.prefix)
     if not args.loopback:
         sys.stderr.write(f"no cluster in a box: {network.why_not()}; measuring on loopback\n")
-    return start_workers(number, argv)
+    return run_local_workers(number, argv)
 
 
 def _check(args: argparse.Namespace, rates: list[str]) -> None:
@@ -137,9 +136,9 @@ def _check_sizes(args: argparse.Namespace) -> None:
         raise ValueError(f"--model {args.model} has more than {MOST_NUMEL:,} gradients")
 
 
-def _with_peers(methods: list[str]) -> list[str]:
-    """The asked ones in the table's order; what they are compared with is always there."""
-    unknown = [name for name in methods if name not in CONTENDERS]
+def _with_baselines(methods: list[str]) -> list[str]:
+    """Return the methods in the order of the table, with those that they are compared with."""
+    unknown = [name for name in methods if name not in CASES]
     if unknown:
-        raise LaunchError(f"unknown method {unknown[0]!r}; known: {', '.join(CONTENDERS)}")
-    return [name for name in CONTENDERS if name in {FLOOR, DENSE, *methods}]
+        raise LaunchError(f"unknown method {unknown[0]!r}; known: {', '.join(CASES)}")
+    return [name for name in CASES if name in {NOOP, DENSE, *methods}]

@@ -1,7 +1,7 @@
-"""A cluster in a box: a network namespace per worker, joined by a bridge, each link shaped.
+"""A cluster in a box: a network namespace per worker, connected by a bridge, each link shaped.
 
-Everything is made inside namespaces that belong to the bench (`unshare`), so nothing of the machine
-is touched, and the kernel takes it all away when the last process has ended, however it ends.
+Everything is made inside namespaces that belong to the bench (`unshare`). So nothing of the machine
+changes, and the kernel removes it all when the last process has ended, in whatever way.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import sys
 
 INSIDE = "OKTOPK_BENCH_INSIDE"
 SWITCH, DEVICE = "switch", "eth0"
-BURST = 131_072  # bytes; below one timer tick of a fast link tbf would not reach its rate
-LATENCY = "200ms"  # of a full queue: nothing is dropped that TCP would have to send again
+BURST = 131_072  # bytes; with less than a timer tick of a fast link, tbf would not reach its rate
+LATENCY = "200ms"  # of a full queue: long enough that TCP loses no packets
 UNSHAPED = "none"
 
 
@@ -24,7 +24,7 @@ class NetworkError(RuntimeError):
 
 
 def enter(argv: list[str]) -> None:
-    """Start this command again inside namespaces of its own. Returns where that is impossible."""
+    """Replace this process by the same command inside namespaces; return if that is impossible."""
     if os.environ.get(INSIDE):
         return
     unshare = _unshare()
@@ -41,7 +41,7 @@ def inside() -> bool:
 
 
 def why_not() -> str:
-    """Why there are no namespaces here, for people."""
+    """Return why there are no namespaces here, as a sentence."""
     missing = [tool for tool in ("unshare", "ip", "tc") if not shutil.which(tool)]
     if missing:
         return f"{', '.join(missing)} not found (Debian: util-linux, iproute2)"
@@ -49,7 +49,7 @@ def why_not() -> str:
 
 
 def _unshare() -> list[str] | None:
-    """The command that makes the namespaces, as root or as anybody where the kernel lets."""
+    """Return the command that makes namespaces, as root or as any user; None if neither works."""
     if any(not shutil.which(tool) for tool in ("unshare", "ip", "tc")):
         return None
     for rights in ([], ["--user", "--map-root-user"]):
@@ -61,7 +61,7 @@ def _unshare() -> list[str] | None:
 
 
 def build(workers: int) -> str:
-    """Make the bridge and a namespace per worker; the address where this process is reached."""
+    """Make the bridge and a namespace per worker; return the address of this process."""
     _run("mount -t tmpfs none /run")
     _run(f"ip netns attach {SWITCH} {os.getpid()}")
     _run("ip link set lo up")
@@ -84,16 +84,16 @@ def namespace(rank: int) -> str:
 
 
 def prefix(rank: int) -> list[str]:
-    """What to put before a command to run it in a worker's namespace."""
+    """Return what goes before a command to run it in a worker's namespace."""
     return ["ip", "netns", "exec", namespace(rank)]
 
 
 def shape(workers: int, rate: str) -> None:
-    """Give every link this rate, in both directions; `none` takes the limit away."""
+    """Limit every link to this rate in both directions; `none` removes the limit."""
     for rank in range(workers):
         for space, device in ((namespace(rank), DEVICE), (SWITCH, f"port{rank}")):
             if rate == UNSHAPED:
-                # a link that was never shaped has nothing to take away
+                # this fails if the link was never shaped
                 _run(f"tc -n {space} qdisc del dev {device} root", must=False)
             else:
                 limit = f"rate {rate} burst {BURST} latency {LATENCY}"
@@ -101,14 +101,14 @@ def shape(workers: int, rate: str) -> None:
 
 
 def check_rate(rate: str) -> None:
-    """Raise a ValueError unless `tc` would take it."""
+    """Raise ValueError unless `tc` accepts the rate."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)[kmgt]?bit", rate, re.ASCII)
     if rate != UNSHAPED and (found is None or float(found[1]) == 0):
         raise ValueError(f"a rate is none, or as in 1gbit, 200mbit or 1.5gbit, got {rate!r}")
 
 
 def bytes_sent(device: str) -> int:
-    """The kernel's own counter of an interface."""
+    """Return the bytes that an interface has sent, by the kernel's counter."""
     with open(f"/sys/class/net/{device}/statistics/tx_bytes") as counter:
         return int(counter.read())
 

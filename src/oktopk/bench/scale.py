@@ -1,9 +1,9 @@
 """`oktopk bench --simulate P`: the same method code on more ranks than there are machines.
 
-The ranks are threads of one process; what they send is counted, and a clock of latency and
-bandwidth turns it into time. A simulated gradient is smaller than the real one: its payload is
-scaled up, its headers are not. Beyond the ranks that can be simulated the formulas of `costs.py`
-take over.
+The ranks are threads of one process. The bytes that they send are counted, and converted to time
+by the latency and bandwidth of a link. A simulated gradient is smaller than the real one: its
+payload is scaled up, its headers are not. For more ranks than can be simulated, the method's cost
+model is used instead (`methods.cost_model`).
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch import Tensor
 
 from oktopk.bench.stream import gradients
 from oktopk.comm.communicator import Comm
-from oktopk.comm.simulated import Hub, SimulatedTransport, simulate
+from oktopk.comm.simulated import SimulatedGroup, SimulatedTransport, simulate
 from oktopk.methods import METHODS
 from oktopk.methods.cost_model import KernelSpeed, Link, Work
 from oktopk.reducer import Reducer
 from oktopk.settings import num_kept
 from oktopk.wire.codec import entry_bits
 
-MOST = {"topka": 32, "oktopk": 256}  # ranks that are simulated; all ranks read all of topka
-PER_RUN = 128  # entries of one rank for another, at least, so that words rounded up do not count
-STEPS = {"topka": 1, "oktopk": 4}  # thresholds of oktopk settle in a few
+MAX_SIMULATED = {"topka": 32, "oktopk": 256}  # ranks; with topka every rank reads all entries
+MIN_ENTRIES = 128  # that a rank sends to another, so that rounding up to words does not matter
+STEPS = {"topka": 1, "oktopk": 4}  # oktopk's thresholds need a few steps to settle
 
 
-class Clocked(SimulatedTransport):
-    """A simulated rank that notes what every round would take."""
+class TimedTransport(SimulatedTransport):
+    """The transport of a simulated rank that records the bytes of every round."""
 
-    def __init__(self, hub: Hub, rank: int) -> None:
-        super().__init__(hub, rank)
+    def __init__(self, group: SimulatedGroup, rank: int) -> None:
+        super().__init__(group, rank)
         self.rounds: list[int] = []
 
     def exchange(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
@@ -41,19 +41,19 @@ class Clocked(SimulatedTransport):
         self.rounds.append(max(sent, received))
         super().exchange(outgoing, incoming)
 
-    def swap(self, x: Tensor, out: Tensor) -> None:
+    def all_to_all(self, x: Tensor, out: Tensor) -> None:
         self.rounds.append(0)  # headers: their bytes do not grow with the gradient
-        super().swap(x, out)
+        super().all_to_all(x, out)
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
-    """One method on P ranks."""
+class ScaledStep:
+    """A step of one method on P ranks."""
 
     method: str
     size: int
     bytes_sent: float
-    """By a rank in a step, the mean of the ranks."""
+    """Bytes sent by a rank: the mean of the ranks."""
 
     seconds: float
     simulated: bool
@@ -61,18 +61,18 @@ class Scaled:
 
 def scaled(
     method: str, size: int, numel: int, density: float, link: Link, speed: KernelSpeed
-) -> Scaled:
-    """A step of `numel` gradients on `size` ranks: simulated, or by formula where too many."""
+) -> ScaledStep:
+    """Return the cost of a step on `size` ranks: simulated, or by formula if there are too many."""
     work = Work(numel, num_kept(numel, density), size, entry_bits("bf16", density))
-    if size > MOST.get(method, 0):
+    if size > MAX_SIMULATED.get(method, 0):
         cost = METHODS[method].cost(work)
-        return Scaled(method, size, cost.bytes, cost.seconds(link, speed), False)
-    small = min(numel, max(2**16, round(PER_RUN * size / density)))
+        return ScaledStep(method, size, cost.bytes, cost.seconds(link, speed), False)
+    small = min(numel, max(2**16, round(MIN_ENTRIES * size / density)))
     factor = numel / small
 
     def main(comm: Comm) -> tuple[float, list[int]]:
         transport = comm.transport
-        assert isinstance(transport, Clocked)
+        assert isinstance(transport, TimedTransport)
         reducer = Reducer(small, method=method, density=density, comm=comm)
         variants = gradients([small], comm.rank, 2)
         for step in range(STEPS[method] - 1):
@@ -82,15 +82,15 @@ def scaled(
         payload = stats.bytes_sent - stats.bytes_header
         return payload * factor + stats.bytes_header, transport.rounds[before:]
 
-    ranks = simulate(size, main, transport=Clocked)
+    ranks = simulate(size, main, transport=TimedTransport)
     slowest = [max(taken) for taken in zip_longest(*(rounds for _, rounds in ranks), fillvalue=0)]
     network = sum(link.latency + factor * taken / link.bandwidth for taken in slowest)
     mean = sum(sent for sent, _ in ranks) / size
     seconds = network + METHODS[method].cost(work).kernel_seconds(speed)
-    return Scaled(method, size, mean, seconds, True)
+    return ScaledStep(method, size, mean, seconds, True)
 
 
-def show(most: int, numel: int, density: float, link: Link, speed: KernelSpeed) -> list[Scaled]:
+def show(most: int, numel: int, density: float, link: Link, speed: KernelSpeed) -> list[ScaledStep]:
     """Print how bytes and time grow with the number of ranks."""
     sizes = [size for size in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096) if size < most]
     sys.stdout.write(

@@ -1,4 +1,4 @@
-"""The work: tensor shapes of well-known models, exactly, without their code."""
+"""Tensor shapes of well-known models, without their code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Shapes = list[tuple[int, ...]]
 
 
 def lstman4() -> Shapes:
-    """The speech model of the founding notes at full size: 27,569,568 gradients, 40 tensors."""
+    """Return the shapes of lstman4 at full size: 27,569,568 gradients, 40 tensors."""
     from oktopk.train.models.lstman4 import Lstman4
 
     with torch.device("meta"):
@@ -19,7 +19,7 @@ def lstman4() -> Shapes:
 
 
 def vgg16() -> Shapes:
-    """VGG-16 with batch norms for 32 x 32 images: 14,728,266 gradients, 54 tensors."""
+    """Return those of VGG-16, batch norm, 32 x 32 images: 14,728,266 gradients, 54 tensors."""
     shapes, channels = [], 3
     for width, repeats in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
         for _ in range(repeats):
@@ -29,7 +29,7 @@ def vgg16() -> Shapes:
 
 
 def bert_base() -> Shapes:
-    """BERT-base with its head for masked words: 133,547,324 gradients, 207 tensors."""
+    """Return those of BERT-base with its masked-word head: 133,547,324 gradients, 207 tensors."""
     width, inner, words = 768, 3072, 30522
     norm: Shapes = [(width,), (width,)]
     square: Shapes = [(width, width), (width,)]
@@ -47,7 +47,7 @@ MODELS: dict[str, Callable[[], Shapes]] = {
 
 
 def shapes_of(model: str) -> Shapes:
-    """Of a named model, or of a square-ish matrix and a bias when `model` is a number."""
+    """Return the shapes of a named model, or of a near-square matrix and a bias for a number."""
     if model in MODELS:
         return MODELS[model]()
     try:

@@ -1,8 +1,9 @@
-"""Gradients to exchange: made once, so that a step costs the network and not the generator.
+"""Synthetic gradients. They are made once, so that a step takes no time to generate them.
 
 Real gradients have large entries at the same places for many steps and on many ranks, tensors of
-very different scale, and tails far heavier than a normal law. So: a scale for each tensor and each
-place that all ranks share, and on it a part that the ranks share and a part of each its own.
+very different scale, and tails far heavier than those of a normal distribution. So every tensor and
+every entry has a scale that is the same on all ranks, times a random number that is in part the
+same on all ranks and in part each rank's own.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 from oktopk.bench.shapes import Shapes
 
 VARIANTS = 3  # different gradients, taken in turn
-SHARED = 0.5  # of a gradient's deviation; an entry of the result was then offered by few ranks
+SHARED = (
+    0.5  # the part that is the same on all ranks: an entry of the result then comes from few ranks
+)
 
 
 class Stream(nn.Module):
-    """A model whose gradients are known beforehand. Its forward pass costs nothing."""
+    """A model with given gradients. Its forward pass takes no time."""
 
     def __init__(self, shapes: Shapes, rank: int, variants: int = VARIANTS) -> None:
         super().__init__()
@@ -48,17 +51,17 @@ class _Known(torch.autograd.Function):
 
 
 def gradients(numels: list[int], rank: int, variants: int) -> list[Tensor]:
-    """Flat gradients of one rank, the same for the same arguments. O(variants * n)."""
-    together = torch.Generator().manual_seed(1)
+    """Return flat gradients of one rank, the same for the same arguments. O(variants * n)."""
+    common = torch.Generator().manual_seed(1)
     own = torch.Generator().manual_seed(1000 + rank)
     numel = sum(numels)
-    scale = torch.randn(numel, generator=together).exp_()
+    scale = torch.randn(numel, generator=common).exp_()
     for part, factor in zip(
-        scale.split(numels), torch.randn(len(numels), generator=together).exp(), strict=True
+        scale.split(numels), torch.randn(len(numels), generator=common).exp(), strict=True
     ):
         part.mul_(factor * 1e-3)
     made = []
     for _ in range(variants):
-        flat = torch.randn(numel, generator=together).mul_(SHARED)
+        flat = torch.randn(numel, generator=common).mul_(SHARED)
         made.append(flat.add_(torch.randn(numel, generator=own)).mul_(scale))
     return made

@@ -1,11 +1,11 @@
-"""What a bench says to people: a table as it goes, and a bar chart at the end."""
+"""The results of a bench for people: a table line by line, and a bar chart."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 
-from oktopk.bench.baselines import FLOOR
+from oktopk.bench.baselines import NOOP
 from oktopk.bench.measure import Row
 
 COLUMNS = (
@@ -29,7 +29,7 @@ def line(row: Row) -> str:
         row.method,
         f"{row.ms_per_step:.0f}",
         f"{row.ms_low:.0f} - {row.ms_high:.0f}",
-        "" if row.method == FLOOR else f"{row.ms_above_noop:.0f}",
+        "" if row.method == NOOP else f"{row.ms_above_noop:.0f}",
         "" if row.ratio_to_dense is None else f"{row.ratio_to_dense:.3f}",
         f"{row.bytes_sent / 1e6:.2f}",
         "" if row.bytes_on_interface is None else f"{row.bytes_on_interface / 1e6:.2f}",
@@ -39,14 +39,14 @@ def line(row: Row) -> str:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Milliseconds above the floor, a group of bars for each rate. Logarithmic: they span 1000."""
+    """Draw milliseconds above the no-op on a logarithmic scale, a group of bars per rate."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     rates = list(dict.fromkeys(row.rate for row in rows))
-    names = list(dict.fromkeys(row.method for row in rows if row.method != FLOOR))
+    names = list(dict.fromkeys(row.method for row in rows if row.method != NOOP))
     figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.2 * len(names) * len(rates)))
     height = 0.8 / len(rates)
     for i, rate in enumerate(rates):
@@ -62,7 +62,7 @@ def plot(rows: list[Row], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.margins(x=0.08)
-    shown = [row.ms_above_noop for row in rows if row.method != FLOOR and row.ms_above_noop > 0]
+    shown = [row.ms_above_noop for row in rows if row.method != NOOP and row.ms_above_noop > 0]
     axes.set_xlim(left=10 ** math.floor(math.log10(min(shown, default=1))))
     first = rows[0]
     axes.set_title(

@@ -1,4 +1,4 @@
-"""A worker of the bench: every contender at every rate, the same way on every rank."""
+"""A worker of the bench: it measures every case at every rate, in the same order on every rank."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import math
 import os
 import platform
 import sys
+from collections.abc import Callable
 
 import torch
 
 from oktopk.bench import network
 from oktopk.bench.advise import advise
-from oktopk.bench.baselines import DENSE, FLOOR
+from oktopk.bench.baselines import DENSE, NOOP, BenchSettings
 from oktopk.bench.measure import Row, compared, measure
 from oktopk.bench.scale import STEPS, scaled, show
 from oktopk.bench.shapes import shapes_of
@@ -25,7 +26,7 @@ from oktopk.methods.prediction import probe_kernels, probe_link
 
 
 def work(args: argparse.Namespace, rates: list[str], methods: list[str]) -> int:
-    """Measure everything; rank 0 tells and writes."""
+    """Measure everything; rank 0 prints the table and writes the files."""
     comm = Comm(TorchTransport())
     say = sys.stdout.write if comm.rank == 0 else len
     if not network.inside() and rates != [network.UNSHAPED]:
@@ -44,13 +45,13 @@ def work(args: argparse.Namespace, rates: list[str], methods: list[str]) -> int:
             rows.append(compared(_measured(name, rate, stream, args, comm), rows))
             say(line(rows[-1]) + "\n")
             sys.stdout.flush()
-        if comm.rank == 0:  # a bench that is broken off keeps the rates it has
+        if comm.rank == 0:  # so that an interrupted bench keeps the rates it has finished
             _write(rows, args)
     return 0
 
 
 def _write(rows: list[Row], args: argparse.Namespace) -> None:
-    """The files that were asked for."""
+    """Write the files that were asked for."""
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n")
@@ -65,20 +66,20 @@ def _measured(name: str, rate: str, stream: Stream, args: argparse.Namespace, co
         comm,
         rate=rate,
         seconds=args.seconds,
-        settings={"density": args.density, "wire": args.wire},
+        settings=BenchSettings(args.density, args.wire),
         counter=_counter(comm.size),
     )
 
 
 def predict(args: argparse.Namespace, rates: list[str], _: list[str]) -> int:
-    """Measure network and kernels here; then advise, or go on with simulated workers."""
+    """Measure network and kernels here; then print advice, or measure simulated workers."""
     comm, cpu = Comm(TorchTransport()), torch.device("cpu")
     numel = sum(math.prod(shape) for shape in shapes_of(args.model))
     link, speed = probe_link(comm, cpu), probe_kernels(comm, cpu)
     if args.advise:
         advise(numel, args.density, args.step_ms, rates, comm, speed, link, args.wire)
         return 0
-    names = [FLOOR, DENSE, *STEPS]
+    names = [NOOP, DENSE, *STEPS]
     stream, rows = Stream(shapes_of(args.model), comm.rank), []
     for name in names:
         row = _measured(name, network.UNSHAPED, stream, args, comm)
@@ -97,8 +98,11 @@ def predict(args: argparse.Namespace, rates: list[str], _: list[str]) -> int:
     return 0
 
 
-def _counter(size: int):  # noqa: ANN202
-    """Bytes that left this worker, as the kernel counts; on loopback the mean of all workers."""
+def _counter(size: int) -> Callable[[], int | None]:
+    """Return a function that reads how many bytes this worker sent, by the kernel's counter.
+
+    On loopback it is the mean of all workers.
+    """
     if network.inside():
         return lambda: network.bytes_sent(network.DEVICE)
     if os.environ.get("GLOO_SOCKET_IFNAME") == "lo":

@@ -1,1 +1,1 @@
-"""The one door to the network: collectives, byte counts, transports, failure detection."""
+"""Collectives with byte counts, their transports, failure detection, and consistency checks."""

@@ -1,16 +1,23 @@
-"""`Comm`: the one door to the network.
+"""`Comm`: the collectives that methods use, and the count of the bytes they send.
 
-Methods call these few collectives and nothing else, so bytes are counted once, here, and the same
-method runs over a torch process group or over simulated ranks. All of them but the dense allreduce
-send straight from rank to rank, with all receives posted at once: one round, uneven sizes, and no
-copy of a buffer per peer.
+Methods send through a `Comm` and in no other way. So bytes are counted in one place, and the same
+method runs over a torch process group or over simulated ranks.
 
-Every rank must call the same collectives in the same order. Empty messages are not sent: both sides
-know the sizes, so both leave them out.
+There are two kinds of collectives, and the ledger keeps their bytes apart:
+
+- Payload collectives carry gradient entries. Their messages may have a different size for every
+  pair of ranks, and both sides know the sizes before they call.
+- Header collectives carry a few integers of fixed size: the sizes of the messages that follow,
+  counts, checksums. Ranks need no prior knowledge to call them.
+
+All of them but the dense allreduce send directly from rank to rank, with all receives posted at
+once: one round, and no copy of a buffer per peer. Every rank must call the same collectives in the
+same order. An empty message is not sent: both sides know that its size is 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -21,67 +28,72 @@ from oktopk.utils.device import to_device
 
 
 class Transport(Protocol):
-    """What carries the messages: a torch process group, or simulated ranks."""
+    """Carries messages between ranks: a torch process group, or simulated ranks."""
 
     rank: int
     size: int
 
     def exchange(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
-        """Send outgoing[p] to rank p and fill incoming[p] from it; none of them is empty."""
+        """Send outgoing[p] to rank p and fill incoming[p] from rank p; no message is empty."""
         ...
 
-    def swap(self, x: Tensor, out: Tensor) -> None:
-        """Row p of x becomes row `rank` of out on rank p. P rows of one size, own row included."""
+    def all_to_all(self, x: Tensor, out: Tensor) -> None:
+        """Copy row p of x to row `rank` of `out` on rank p. All P rows have one size."""
         ...
 
     def all_reduce_(self, x: Tensor) -> None:
-        """Sum over ranks, in place; the same bits everywhere."""
+        """Sum over ranks in place. Every rank gets the same bits."""
+        ...
+
+    def split(self, groups: list[list[int]]) -> Transport:
+        """Return a transport over this rank's group; every rank calls it with the same groups."""
         ...
 
     def close(self) -> None:
-        """Give up what it holds. Nothing may be sent afterwards."""
+        """Release the connections, those of subgroups included. Nothing may be sent afterwards."""
         ...
 
 
 class Comm:
-    """The collectives of the methods over a transport, and the ledger of what they cost."""
+    """The collectives of the methods over a transport, with a ledger of the bytes they sent."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, ledger: Ledger | None = None) -> None:
         self.rank = transport.rank
         self.size = transport.size
         self.peers = [rank for rank in range(self.size) if rank != self.rank]
-        self.ledger = Ledger()
-        self.alarm = False
-        """Raise it and every rank's is raised by its next exchange: it rides on the sizes."""
+        self.ledger = Ledger() if ledger is None else ledger
+        self.nonfinite = False
+        """Whether this rank, or a rank it got a size from, had a NaN or Inf in its gradient.
+
+        A rank that finds one sets it. The collectives that exchange sizes then set it on the other
+        ranks, at no cost in bytes (`_encode_sizes`).
+        """
         self.transport = transport
 
+    def split(self, groups: Sequence[Sequence[int]]) -> Comm:
+        """Return a `Comm` over the group that has this rank, with ranks numbered from 0 in order.
+
+        Every rank must call it with the same `groups`, which together have each rank once:
+        `comm.split([[0, 1], [2, 3]])` gives ranks 2 and 3 a `Comm` in which they are ranks 0 and 1.
+        The bytes are added to the ledger of this `Comm`. The `nonfinite` flag is not shared.
+        """
+        parts = [sorted(group) for group in groups if group]
+        if sorted(rank for part in parts for rank in part) != list(range(self.size)):
+            raise ValueError(f"groups must have each rank below {self.size} once, got {groups}")
+        return Comm(self.transport.split(parts), self.ledger)
+
     def close(self) -> None:
-        """Give the transport up."""
+        """Release the connections, those of subgroups included."""
         self.transport.close()
 
+    # Payload collectives: gradient entries.
+
     def all_reduce_(self, x: Tensor, *, stage: str) -> Tensor:
-        """Sum in place: the dense exchange. 2n(P-1)/P elements sent."""
+        """Sum in place: the dense exchange. Payload: 2n(P-1)/P elements sent."""
         self.transport.all_reduce_(x)
         traffic = dense_allreduce(x.nbytes, self.size)
         self.ledger.add(stage, traffic, [x.nbytes // self.size] * traffic.messages_sent)
         return x
-
-    def all_gather(self, x: Tensor, *, stage: str) -> Tensor:
-        """Header of equal size from every rank, as rows in rank order. len(x)(P-1) sent."""
-        return self._swap(x.expand(self.size, *x.shape), stage)
-
-    def all_gather_size(self, num: int, device: torch.device, *, stage: str) -> list[int]:
-        """One number of every rank, in rank order. Header: 4(P-1) bytes."""
-        return self._hear(self.all_gather(self._announce([num], device), stage=stage))
-
-    def sum_small(self, x: Tensor, *, stage: str) -> Tensor:
-        """Sum a header of integers. Two rounds, 2 ceil(len/P)(P-1) elements sent: flat in P."""
-        mine = self._swap(equal_shares(x, self.size), stage).sum(0, dtype=x.dtype)
-        return self.all_gather(mine, stage=stage).view(-1)[: x.numel()]
-
-    def swap_sizes(self, sizes: list[int], device: torch.device, *, stage: str) -> list[int]:
-        """Tell every rank its number and hear theirs, in rank order. Header: 4(P-1) bytes."""
-        return self._hear(self._swap(self._announce(sizes, device).unsqueeze(1), stage))
 
     def exchange(
         self,
@@ -91,42 +103,81 @@ class Comm:
         *,
         stage: str,
     ) -> dict[int, Tensor]:
-        """Send words to ranks, and get so many words of others; both sides know the sizes.
+        """Send int32 words to ranks and receive `sizes[p]` words from each rank p in `sizes`.
 
-        Empty messages are not sent; they come back empty. Words are int32.
+        Payload: the words. Empty messages are not sent; the receiver returns them empty.
         """
-        room = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
-        heard = dict(zip(sizes, room.split(list(sizes.values())), strict=True))
+        buffer = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
+        received = dict(zip(sizes, buffer.split(list(sizes.values())), strict=True))
         self._exchange(
             {rank: message for rank, message in outgoing.items() if message.numel()},
-            {rank: message for rank, message in heard.items() if message.numel()},
+            {rank: message for rank, message in received.items() if message.numel()},
             stage,
         )
-        return heard
+        return received
 
-    def shift(
+    # Header collectives: integers of fixed size.
+
+    def all_gather_header(self, x: Tensor, *, stage: str) -> Tensor:
+        """Gather tensors of one size as rows in rank order. Header: len(x)(P-1) elements sent."""
+        return self._all_to_all(x.expand(self.size, *x.shape), stage)
+
+    def all_reduce_header(self, x: Tensor, *, stage: str) -> Tensor:
+        """Sum integers over ranks. Header: 2 ceil(len/P)(P-1) elements, in two rounds.
+
+        One rank's bytes hardly depend on P, unlike those of `all_gather_header`.
+        """
+        mine = self._all_to_all(equal_shares(x, self.size), stage).sum(0, dtype=x.dtype)
+        return self.all_gather_header(mine, stage=stage).view(-1)[: x.numel()]
+
+    def all_gather_size(self, size: int, device: torch.device, *, stage: str) -> list[int]:
+        """Gather one size from every rank, in rank order. Header: 4(P-1) bytes."""
+        header = self._encode_sizes([size], device)
+        return self._decode_sizes(self.all_gather_header(header, stage=stage))
+
+    def all_to_all_sizes(self, sizes: list[int], device: torch.device, *, stage: str) -> list[int]:
+        """Send sizes[p] to each rank p; return what they sent, in rank order. Header: 4(P-1) bytes.
+
+        Ranks call it before an `exchange` whose message sizes only the senders know.
+        """
+        header = self._encode_sizes(sizes, device).unsqueeze(1)
+        return self._decode_sizes(self._all_to_all(header, stage))
+
+    def send_recv_size(
         self, size: int, to: int | None, source: int | None, device: torch.device, *, stage: str
     ) -> int:
-        """Tell one rank a number and hear another's; None is nobody, who says 0. One int32."""
-        said = self._announce([size], device)
-        heard = torch.zeros_like(said)
-        announce = {to: said} if to is not None else {}
-        self._exchange(announce, {source: heard} if source is not None else {}, stage, header=True)
-        return self._hear(heard)[0]
+        """Send a size to rank `to` and return the one from rank `source`. Header: 4 bytes.
 
-    def _announce(self, sizes: list[int], device: torch.device) -> Tensor:
-        """Sizes as a header; their complement, which is negative, while the alarm is raised."""
-        said = [~size for size in sizes] if self.alarm else sizes
-        return to_device(said, torch.int32, device)
+        With `to=None` nothing is sent; with `source=None` nothing is received, and it returns 0.
+        """
+        sent = self._encode_sizes([size], device)
+        received = torch.zeros_like(sent)
+        outgoing = {to: sent} if to is not None else {}
+        incoming = {source: received} if source is not None else {}
+        self._exchange(outgoing, incoming, stage, header=True)
+        return self._decode_sizes(received)[0]
 
-    def _hear(self, header: Tensor) -> list[int]:
-        heard = header.view(-1).tolist()
-        self.alarm = self.alarm or any(size < 0 for size in heard)
-        return [size if size >= 0 else ~size for size in heard]
+    def _encode_sizes(self, sizes: list[int], device: torch.device) -> Tensor:
+        """Put sizes, and the `nonfinite` flag with them, into a header of int32.
 
-    def _swap(self, x: Tensor, stage: str) -> Tensor:
+        All ranks must skip a step when one of them has a NaN, so all must learn of it. A flag of
+        its own would cost a collective per step. Instead it rides on the sizes, which every step
+        exchanges anyway: a size is never negative, so its sign is free. A rank with the flag set
+        sends the bitwise complement ~size = -size - 1, which is negative for every size, 0
+        included; the receiver complements it again and has both the size and the flag.
+        """
+        words = [~size for size in sizes] if self.nonfinite else sizes
+        return to_device(words, torch.int32, device)
+
+    def _decode_sizes(self, header: Tensor) -> list[int]:
+        """Read sizes from a header; set `nonfinite` if any sender had set it (`_encode_sizes`)."""
+        words = header.view(-1).tolist()
+        self.nonfinite = self.nonfinite or any(word < 0 for word in words)
+        return [word if word >= 0 else ~word for word in words]
+
+    def _all_to_all(self, x: Tensor, stage: str) -> Tensor:
         out = x.new_empty(x.shape)
-        self.transport.swap(x, out)
+        self.transport.all_to_all(x, out)
         rows = [x[0].nbytes] * (self.size - 1)
         self.ledger.add(stage, messages(rows, rows, header=True), rows)
         return out
@@ -146,7 +197,7 @@ class Comm:
 
 
 def equal_shares(x: Tensor, size: int) -> Tensor:
-    """A flat tensor as P rows of equal length, zeros at the end."""
+    """Return a flat tensor as P rows of equal length, with zeros at the end."""
     shares = x.new_zeros(size, -(-x.numel() // size))
     shares.view(-1)[: x.numel()] = x
     return shares

@@ -1,76 +1,70 @@
-"""The handshake: all ranks compare what they are about to do; where it differs, all raise.
+"""Consistency checks: all ranks compare what they are about to do; where it differs, all raise.
 
-`attach` compares through the store of the process group, before any collective: a rank that has
+`attach` compares through the store of the process group, before any collective. A rank that has
 another dtype or method, or that does not attach at all, would otherwise send messages of another
-size than its peers expect, and gloo then ends the process. What only the first step shows (the
-state that was loaded, the dtype of the gradients) is compared with one header of fixed size.
+size than its peers expect, and gloo then ends the process. What is known only at the first step
+(the state that was loaded, the dtype of the gradients) is compared by a collective with a header of
+fixed size.
+
+Ranks compare named values that JSON can hold: numbers, strings, and lists of them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from threading import Event
 from time import monotonic
-from typing import Any, Protocol
 
 import torch
 
 from oktopk.comm.communicator import Comm
+from oktopk.comm.store import Store
 from oktopk.errors import ExchangeError
 
-ROOM = 1024  # bytes for a rank's facts as JSON
-PROTOCOL = 1  # of the messages between ranks; to be raised whenever they change
-SHOWN = 8  # ranks, and differences, that an error lists
-LONGEST_PAUSE = 0.2  # seconds between two looks at the store
-LONGEST_STAY = 5.0  # seconds a rank that must raise stays for the others
+HEADER_BYTES = 1024  # for a rank's values as JSON
+PROTOCOL = 1  # version of the messages between ranks; raise it whenever they change
+MAX_SHOWN = 8  # ranks, and differences, that an error lists
+MAX_POLL_SECONDS = 0.2  # between two looks at the store
+MAX_STAY_SECONDS = 5.0  # that a rank which must raise waits until the others have read why
 
 
-class Store(Protocol):
-    """What is needed of torch's key-value stores."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
-
-
-def agree(comm: Comm, device: torch.device, facts: dict[str, Any]) -> None:
-    """Raise ValueError on every rank if any fact differs on any. One header of 1024 bytes."""
-    text = json.dumps({name: _short(value) for name, value in facts.items()}).encode()
-    assert len(text) <= ROOM, text
-    mine = torch.tensor(list(text.ljust(ROOM)), dtype=torch.uint8, device=device)
-    rows = comm.all_gather(mine, stage="handshake")
+def check_consistency(comm: Comm, device: torch.device, values: Mapping[str, object]) -> None:
+    """Raise ValueError on every rank if a value differs between ranks. Header: 1024 bytes."""
+    text = json.dumps({name: _shortened(value) for name, value in values.items()}).encode()
+    assert len(text) <= HEADER_BYTES, text
+    mine = torch.tensor(list(text.ljust(HEADER_BYTES)), dtype=torch.uint8, device=device)
+    rows = comm.all_gather_header(mine, stage="handshake")
     if found := differences([json.loads(bytes(row)) for row in rows.tolist()]):
-        raise ValueError(found)
+        raise ValueError(f"the ranks disagree: {found}")
 
 
-def agree_at(
+def check_consistency_through_store(
     open_store: Callable[[], Store],
     rank: int,
     size: int,
     timeout: float,
-    facts: dict[str, Any],
+    values: Mapping[str, object],
     call: str = "attach",
-    place: str = "oktopk.attach",
+    prefix: str = "oktopk.attach",
 ) -> str:
-    """Compare facts through a store: ValueError on every rank if any fact differs on any.
+    """Compare values without a collective; raise ValueError on every rank if one differs.
 
-    `place` must be the same on all ranks; the answer is one that no other comparison has.
+    `prefix` is for the keys in the store and must be the same on all ranks. The result is the
+    prefix of this comparison, which no other one has.
 
-    ExchangeError names the ranks that have not made the same `call` within `timeout` seconds. The
-    rank that comes last reads a digest of each rank's facts, and the facts only where digests
-    differ; the others wait for its verdict. Whoever writes a verdict first decides for all, so a
-    rank that comes too late hears of it too.
+    Raises ExchangeError with the ranks that have not made the same `call` within `timeout` seconds.
+    The rank that arrives last reads a digest of each rank's values, and the values only if digests
+    differ; the others wait for its outcome. The first outcome that is written counts for all ranks,
+    so a rank that arrives too late gets the same error.
     """
     try:
         store = open_store()
-        # every rank counts its own calls, and all call alike: the same number is the same call
-        prefix = f"{place}.{store.add(f'{place}.{rank}', 1)}"
-        found = _verdict(store, prefix, rank, size, timeout, facts)
+        # every rank counts its own calls, and all make the same calls: equal numbers are one call
+        prefix = f"{prefix}.{store.add(f'{prefix}.{rank}', 1)}"
+        found = _outcome(store, prefix, rank, size, timeout, values)
         kind, text = found if found is not None else _too_late(store, prefix, call, size, timeout)
     except RuntimeError as error:  # of torch's store
         raise ExchangeError(
@@ -78,97 +72,93 @@ def agree_at(
             f"compare their settings; it usually lives in rank 0 of the job, look there ({error})"
         ) from error
     if text:
-        with suppress(RuntimeError):  # the store has gone: nobody can hear any more
-            _until_all_have_heard(store, prefix, min(timeout, LONGEST_STAY))
+        with suppress(RuntimeError):  # the store is gone: no rank can read it any more
+            _wait_until_all_have_read(store, prefix, min(timeout, MAX_STAY_SECONDS))
         raise (ValueError if kind == "ValueError" else ExchangeError)(text)
     return prefix
 
 
-def _verdict(
-    store: Store, prefix: str, rank: int, size: int, timeout: float, facts: dict[str, Any]
+def _outcome(
+    store: Store, prefix: str, rank: int, size: int, timeout: float, values: Mapping[str, object]
 ) -> tuple[str, str] | None:
-    """The kind of error and its text, the same on every rank; the text is empty if all is well.
+    """Return the type and the text of the error, the same on every rank; no text if all agree.
 
-    None when some rank has not come in time.
+    None means that a rank did not arrive in time.
     """
-    verdict, words = f"{prefix}.verdict", [f"{prefix}.{each}" for each in range(size)]
-    word = json.dumps(facts)
-    store.set(f"{words[rank]}.facts", word)
-    store.set(words[rank], sha256(word.encode()).hexdigest())
-    if store.add(f"{prefix}.present", 1) == size:
-        text = ""
-        if len({store.get(each) for each in words}) > 1:
-            text = differences([json.loads(store.get(f"{each}.facts")) for each in words])
-        said = store.compare_set(verdict, "", json.dumps(("ValueError", text)))
-    elif _appears(store, verdict, timeout):
-        said = store.get(verdict)
+    outcome_key, keys = f"{prefix}.outcome", [f"{prefix}.{each}" for each in range(size)]
+    text = json.dumps(dict(values))
+    store.set(f"{keys[rank]}.values", text)
+    store.set(keys[rank], sha256(text.encode()).hexdigest())
+    if store.add(f"{prefix}.arrived", 1) == size:
+        problem = ""
+        if len({store.get(key) for key in keys}) > 1:
+            found = differences([json.loads(store.get(f"{key}.values")) for key in keys])
+            problem = f"the ranks disagree: {found}"
+        written = store.compare_set(outcome_key, "", json.dumps(("ValueError", problem)))
+    elif _wait_for(store, outcome_key, timeout):
+        written = store.get(outcome_key)
     else:
         return None
-    kind, text = json.loads(said)
-    if not text:
-        store.set(f"{words[rank]}.facts", "")  # nobody will read it
-    return kind, text
+    kind, problem = json.loads(written)
+    if not problem:
+        store.set(f"{keys[rank]}.values", "")  # no rank will read it
+    return kind, problem
 
 
 def _too_late(store: Store, prefix: str, call: str, size: int, timeout: float) -> tuple[str, str]:
-    """The verdict where a rank stayed away, unless another has been given meanwhile."""
+    """Return the outcome where a rank is missing, unless another one has been written meanwhile."""
     missing = [rank for rank in range(size) if not store.check([f"{prefix}.{rank}"])]
     text = (
         f"{ranks_text(missing)} did not call {call} within {timeout:g} s of another rank: every "
-        "rank of the model's process group must; if they only come late, raise `timeout`"
+        "rank of the model's process group must; if they are only late, raise `timeout`"
     )
-    said = store.compare_set(f"{prefix}.verdict", "", json.dumps(("ExchangeError", text)))
-    kind, text = json.loads(said)
+    written = store.compare_set(f"{prefix}.outcome", "", json.dumps(("ExchangeError", text)))
+    kind, text = json.loads(written)
     return kind, text
 
 
-def _until_all_have_heard(store: Store, prefix: str, timeout: float) -> None:
-    """Wait until every rank that came has its verdict: the store may end with this process."""
-    heard, until, pause = store.add(f"{prefix}.heard", 1), monotonic() + timeout, Event()
-    while heard < store.add(f"{prefix}.present", 0) and monotonic() < until:
-        pause.wait(LONGEST_PAUSE / 10)
-        heard = store.add(f"{prefix}.heard", 0)
+def _wait_until_all_have_read(store: Store, prefix: str, timeout: float) -> None:
+    """Wait until every rank that arrived has the outcome: the store may end with this process."""
+    num_read, deadline, pause = store.add(f"{prefix}.read", 1), monotonic() + timeout, Event()
+    while num_read < store.add(f"{prefix}.arrived", 0) and monotonic() < deadline:
+        pause.wait(MAX_POLL_SECONDS / 10)
+        num_read = store.add(f"{prefix}.read", 0)
 
 
-def differences(everyone: list[dict[str, Any]]) -> str:
-    """A sentence about the facts that are not the same on all ranks; empty if all are."""
+def differences(values: Sequence[Mapping[str, object]]) -> str:
+    """Describe the values that are not the same on all ranks; empty if all are the same."""
     lines = []
-    for name in dict.fromkeys(name for its in everyone for name in its):
+    for name in dict.fromkeys(name for mine in values for name in mine):
         ranks: dict[str, list[int]] = {}
-        for rank, its in enumerate(everyone):
-            ranks.setdefault(_shown(its, name), []).append(rank)
+        for rank, mine in enumerate(values):
+            text = str(_shortened(mine[name])) if name in mine else "not set"
+            ranks.setdefault(text, []).append(rank)
         if len(ranks) > 1:
-            first, *others = (f"{value} on {ranks_text(found)}" for value, found in ranks.items())
-            lines.append(f"{name} is {first} but {', '.join(others[:SHOWN])}")
-    if not lines:
-        return ""
-    more = f"; and {len(lines) - SHOWN} more differences" if len(lines) > SHOWN else ""
-    return f"the ranks disagree: {'; '.join(lines[:SHOWN])}{more}"
+            first, *others = (f"{text} on {ranks_text(having)}" for text, having in ranks.items())
+            lines.append(f"{name} is {first} but {', '.join(others[:MAX_SHOWN])}")
+    more = f"; and {len(lines) - MAX_SHOWN} more differences" if len(lines) > MAX_SHOWN else ""
+    return "; ".join(lines[:MAX_SHOWN]) + more
 
 
-def ranks_text(ranks: list[int]) -> str:
-    """`rank 1`, or `ranks 1, 2, 3`: the first few, and how many more there are."""
-    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:SHOWN]))}{more}"
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return `rank 1`, or `ranks 1, 2, 3`: the first few, and how many more there are."""
+    more = f" and {len(ranks) - MAX_SHOWN} more" if len(ranks) > MAX_SHOWN else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MAX_SHOWN]))}{more}"
 
 
-def _appears(store: Store, key: str, timeout: float) -> bool:
-    """Wait for a key; whether it came in time. A loop, so that Ctrl-C is heard."""
-    until, pause, look = monotonic() + timeout, Event(), 0.002
+def _wait_for(store: Store, key: str, timeout: float) -> bool:
+    """Wait for a key; whether it was set in time. It polls, so that Ctrl-C interrupts it."""
+    deadline, pause, seconds = monotonic() + timeout, Event(), 0.002
     while not store.check([key]):
-        left = until - monotonic()
+        left = deadline - monotonic()
         if left <= 0:
             return False
-        look = min(2 * look, LONGEST_PAUSE)
-        pause.wait(min(look, left))
+        seconds = min(2 * seconds, MAX_POLL_SECONDS)
+        pause.wait(min(seconds, left))
     return True
 
 
-def _short(value: Any) -> Any:
-    """Long values by their digest: it is enough to know whether they differ."""
+def _shortened(value: object) -> object:
+    """Replace a long value by its beginning and a digest, which still differ if the value does."""
     text = json.dumps(value)
     return value if len(text) <= 40 else f"{text[:20]}... {sha256(text.encode()).hexdigest()[:8]}"
-
-
-def _shown(facts: dict[str, Any], name: str) -> str:
-    return str(_short(facts[name])) if name in facts else "absent"

@@ -1,13 +1,15 @@
-"""The roll call: when an exchange fails, the living ranks find out together who is missing.
+"""Failure detection: when an exchange fails, the ranks find out together which rank caused it.
 
-A connection only tells whose message did not come, and that rank may itself have waited for a third
-one; an allreduce tells nothing. So every rank leaves its last word in the process group's store,
-calls for the words of the others, and names those that gave a cause or gave no word at all.
+A connection only tells whose message did not arrive, and that rank may itself have waited for a
+third one; an allreduce tells nothing. So when a rank fails, it sets the failure key in the store of
+the process group. Every rank that sees the key writes a report: its step, and the error if it
+failed by itself. Then each rank reads all reports. Ranks that reported an error, or did not report
+in time, are the cause.
 
-One thread does all this, so a rank answers while it computes, and while its exchange waits for a
-message that will never come. It looks at one key every second or so. A store that is dead or
-stopped itself blocks this thread alone. There is one per job where oktopk made the process group
-(`join.joined`), and one per handle elsewhere.
+A thread of its own does all this. So a rank also reports while it computes, and while its exchange
+waits for a message that will never arrive. The thread looks at the failure key about once a second.
+A store that is dead or stopped blocks only this thread. There is one detector per job where oktopk
+made the process group (`launch.process_group`), else one per handle.
 """
 
 from __future__ import annotations
@@ -18,166 +20,191 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from time import monotonic
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 
+from oktopk.comm.store import Store
 from oktopk.errors import ExchangeError
 
-LOST = (
-    "the store of the process group does not answer, so nobody could be asked: it usually lives in "
-    "rank 0 of the job, look there first"
+STORE_UNREACHABLE = (
+    "the store of the process group does not answer, so no rank could be asked: it usually lives "
+    "in rank 0 of the job, look there first"
 )
-LOOKS = 5  # times a rank looks for an alarm while another one waits for its word
+POLLS = 5  # times a rank looks at the failure key while another one waits for its report
 
 
-class Store(Protocol):
-    """What is needed of torch's key-value stores."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-
-
-class Closes(Protocol):
-    """What holds connections that others may wait at."""
+class Closeable(Protocol):
+    """Holds connections on which other ranks may wait."""
 
     def close(self) -> None: ...
 
 
-def patience_of(timeout: float) -> float:
-    """The part of a timeout that is kept for the roll call, at most 5 s."""
+class FailureDetector(Protocol):
+    """What an adapter needs to name the rank that made an exchange fail."""
+
+    step: int
+    """The last step this rank took part in. The training loop or the adapter updates it."""
+
+    @property
+    def diagnosis(self) -> str | None:
+        """Which rank caused the failure, in a sentence; None while no rank has failed."""
+        ...
+
+    def abort(self, error: BaseException, connections: Closeable) -> None:
+        """Report the error to the other ranks and close the connections, so that nobody waits.
+
+        If it was a network error, raise an ExchangeError that names the rank that caused it.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop watching."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rank tells the others after a failure."""
+
+    step: int
+    """The step it was in."""
+
+    cause: str | None
+    """Its own error; None if it only waited for others."""
+
+
+def detection_seconds(timeout: float) -> float:
+    """Return the part of a timeout that is reserved for finding the cause of a failure: <= 5 s."""
     return min(5.0, timeout / 3)
 
 
-class RollCall:
-    """Answers for this rank while its process lives; asks the others once something failed."""
+class StoreFailureDetector:
+    """A `FailureDetector` that works through the store of the process group.
 
-    def __init__(self, store: Store, rank: int, size: int, patience: float) -> None:
+    All ranks must create their detectors in the same order. A failure is diagnosed within `seconds`
+    after a rank has reported it.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
         self.step = 0
-        """The last step this rank took part in; whoever trains keeps it up to date."""
-
-        self._store, self._rank, self._patience = store, rank, patience
-        # all ranks attach alike, so they count alike; torch may give a name of a group twice
+        self._store, self._rank, self._seconds = store, rank, seconds
+        # every rank counts its own detectors: torch may use the name of a group twice
         prefix = f"oktopk.{store.add(f'oktopk.{rank}', 1)}"
-        self._alarm = f"{prefix}.alarm"
-        self._keys = [f"{prefix}.{each}" for each in range(size)]
+        self._failure_key = f"{prefix}.failed"
+        self._report_keys = [f"{prefix}.{each}" for each in range(size)]
         self._cause: str | None = None
-        self._verdict: str | None = None
-        self._lost = LOST
-        self._woken, self._said, self._over = (threading.Event() for _ in range(3))
+        self._diagnosis: str | None = None
+        self._store_error = STORE_UNREACHABLE
+        self._wake, self._reported, self._finished = (threading.Event() for _ in range(3))
         self._closed = False
-        self._users = 1
-        self._named: BaseException | None = None  # the error that says who is to blame
-        self._thread = threading.Thread(target=self._run, name="oktopk-rollcall", daemon=True)
+        self._num_users = 1
+        self._raised: BaseException | None = None  # by `abort`: it names the rank already
+        self._thread = threading.Thread(target=self._run, name="oktopk-failures", daemon=True)
         self._thread.start()
 
     @property
-    def verdict(self) -> str | None:
-        """What the roll call found; None as long as nobody has called one."""
-        return self._verdict
+    def diagnosis(self) -> str | None:
+        return self._diagnosis
 
-    def give_up(self, error: BaseException, connections: Closes) -> None:
-        """Leave a last word, close the connections so that nobody waits for us, hear the verdict.
-
-        After an error of the exchange this raises one that says who is to blame, once. An error of
-        this rank alone is left to the caller; the others get to know it.
-        """
-        alone = not of_network(error)
-        self.tell(_first_line(f"{type(error).__name__}: {error}") if alone else None)
-        _free_frames(error)
+    def abort(self, error: BaseException, connections: Closeable) -> None:
+        """See `FailureDetector.abort`. An error that it raised itself is not raised once more."""
+        own = not is_network_error(error)
+        self.report(_first_line(f"{type(error).__name__}: {error}") if own else None)
+        _clear_frames(error)
         connections.close()
-        if not alone and error is not self._named:
+        if not own and error is not self._raised:
             where = f"rank {self._rank}, step {self.step}"
             reason = _first_line(str(error))
-            self._named = ExchangeError(f"{where}: {self.hear()} ({reason})")
-            raise self._named from error
+            self._raised = ExchangeError(f"{where}: {self.wait_diagnosis()} ({reason})")
+            raise self._raised from error
 
-    def tell(self, cause: str | None) -> None:
-        """Leave this rank's last word: what it did wrong by itself, None if it only waited.
+    def report(self, cause: str | None) -> None:
+        """Write this rank's report: its own error, or None if it only waited for others.
 
-        Returns once the word is in the store, so connections may be closed: others will find it.
+        Returns when the report is in the store. Connections may be closed then: the other ranks
+        will find it.
         """
         self._cause = cause
-        self._woken.set()
-        self._said.wait(self._patience)
+        self._wake.set()
+        self._reported.wait(self._seconds)
 
-    def hear(self) -> str:
-        """The verdict, within the patience. To be called after `tell`."""
-        self._over.wait(self._patience)
-        return self._verdict or self._lost
+    def wait_diagnosis(self) -> str:
+        """Wait for the diagnosis, at most `seconds`. To be called after `report`."""
+        self._finished.wait(self._seconds)
+        return self._diagnosis or self._store_error
 
-    def share(self) -> RollCall:
-        """Itself, for one more user: it ends when all of them have closed it."""
-        self._users += 1
+    def share(self) -> StoreFailureDetector:
+        """Return itself for one more user. It stops when all users have closed it."""
+        self._num_users += 1
         return self
 
     def close(self) -> None:
-        """Let the thread end; one that is stuck in a dead store is left to the daemon rule."""
-        self._users -= 1
-        if self._users > 0:
+        """Stop the thread. If it is stuck in a dead store, it ends with the process."""
+        self._num_users -= 1
+        if self._num_users > 0:
             return
         self._closed = True
-        self._woken.set()
-        self._thread.join(self._patience)
+        self._wake.set()
+        self._thread.join(self._seconds)
 
     def _run(self) -> None:
         try:
-            while not self._woken.wait(self._patience / LOOKS):
-                if self._store.check([self._alarm]):
+            while not self._wake.wait(self._seconds / POLLS):
+                if self._store.check([self._failure_key]):
                     break
             if not self._closed:
-                self._verdict = self._call()
+                self._diagnosis = self._diagnose()
         except RuntimeError as error:  # of the store: nothing is wrong until an exchange fails
-            self._lost = f"{LOST} ({error})"
+            self._store_error = f"{STORE_UNREACHABLE} ({error})"
         finally:
-            self._said.set()
-            self._over.set()
+            self._reported.set()
+            self._finished.set()
 
-    def _call(self) -> str:
-        """Say one's word, then wait for all others; most of the patience if one stays away."""
-        until = monotonic() + 0.8 * self._patience
-        word = {"step": self.step, "cause": self._cause}
-        self._store.set(self._keys[self._rank], json.dumps(word))
-        self._store.set(self._alarm, "")
-        self._said.set()
+    def _diagnose(self) -> str:
+        """Write this rank's report, collect those of the others, and name the cause."""
+        deadline = monotonic() + 0.8 * self._seconds
+        mine = Report(self.step, self._cause)
+        self._store.set(self._report_keys[self._rank], json.dumps(asdict(mine)))
+        self._store.set(self._failure_key, "")
+        self._reported.set()
         pause = threading.Event()
-        while not self._store.check(self._keys) and monotonic() < until:
-            pause.wait(self._patience / LOOKS / 4)
-        words = {
-            rank: json.loads(self._store.get(key))
-            for rank, key in enumerate(self._keys)
+        while not self._store.check(self._report_keys) and monotonic() < deadline:
+            pause.wait(self._seconds / POLLS / 4)
+        reports = {
+            rank: Report(**json.loads(self._store.get(key)))
+            for rank, key in enumerate(self._report_keys)
             if self._store.check([key])
         }
-        return verdict_on(words, len(self._keys))
+        return diagnose(reports, len(self._report_keys))
 
 
-_of_job: RollCall | None = None
+_job_detector: StoreFailureDetector | None = None
 
 
 @contextmanager
-def of_job(roll_call: RollCall) -> Iterator[None]:
-    """Let it be the one of the whole job, for as long as the block lasts."""
-    global _of_job  # noqa: PLW0603 - as torch's default process group, which it watches
-    before, _of_job = _of_job, roll_call
+def use_for_job(detector: StoreFailureDetector) -> Iterator[None]:
+    """Make it the detector of the whole job (`job_detector`) during the block."""
+    global _job_detector  # noqa: PLW0603 - as torch's default process group, which it watches
+    before, _job_detector = _job_detector, detector
     try:
         yield
     finally:
-        _of_job = before
+        _job_detector = before
 
 
-def present() -> RollCall | None:
-    """The one of the job; None where oktopk did not make the process group."""
-    return _of_job
+def job_detector() -> StoreFailureDetector | None:
+    """Return the detector of the job; None where oktopk did not make the process group."""
+    return _job_detector
 
 
-def of_network(error: BaseException) -> bool:
-    """Whether an error is of a message that could not be sent or did not come: ours or torch's.
+def is_network_error(error: BaseException) -> bool:
+    """Whether a message could not be sent or did not arrive, by an error of ours or of torch's.
 
     gloo's errors have no type of their own, but begin with its name or a place in its source. DDP
-    quotes ours behind words of its own; those have been explained already.
+    quotes our errors inside its own; those do not match, since they name the rank already.
     """
     if isinstance(error, ExchangeError | dist.DistError):
         return True
@@ -185,33 +212,33 @@ def of_network(error: BaseException) -> bool:
 
 
 def _first_line(text: str) -> str:
-    """Without the C++ stack that torch may add."""
+    """Drop the C++ stack that torch may add."""
     return text.strip().split("\n")[0]
 
 
-def _free_frames(error: BaseException | None) -> None:
+def _clear_frames(error: BaseException | None) -> None:
     """Forget the locals of an error's frames: they hold the process group, and so connections."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
-def verdict_on(words: dict[int, dict[str, Any]], size: int) -> str:
-    """Who is to blame, from the last words of the ranks that gave one."""
-    found = [
-        f"rank {rank} failed in step {word['step']}: {word['cause']}"
-        for rank, word in sorted(words.items())
-        if word["cause"]
+def diagnose(reports: dict[int, Report], size: int) -> str:
+    """Name the ranks that caused a failure, from the reports that arrived."""
+    causes = [
+        f"rank {rank} failed in step {report.step}: {report.cause}"
+        for rank, report in sorted(reports.items())
+        if report.cause
     ]
-    found += [
+    causes += [
         f"rank {rank} does not answer: it died, stopped, or ended before the others"
         for rank in range(size)
-        if rank not in words
+        if rank not in reports
     ]
-    if found:
-        return "; ".join(found)
-    last = min(words, key=lambda rank: words[rank]["step"])
+    if causes:
+        return "; ".join(causes)
+    last = min(reports, key=lambda rank: reports[rank].step)
     return (
-        f"all ranks answer, the last of them rank {last} in step {words[last]['step']}: a rank "
-        "came later than `timeout`, went another way or lost a connection"
+        f"all ranks answer, the last of them rank {last} in step {reports[last].step}: a rank was "
+        "later than `timeout`, called other collectives, or lost a connection"
     )

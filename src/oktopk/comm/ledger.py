@@ -1,4 +1,4 @@
-"""The ledger: every byte and message that passed the door, by stage, payload and header apart."""
+"""The ledger: bytes and messages that a rank sent and received, by stage; headers are apart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 
 @dataclass(slots=True)
 class Traffic:
-    """What one rank sent and received: payload is gradient data, headers are sizes and counts."""
+    """Bytes and messages of one rank. Payload is gradient entries; headers are sizes and counts."""
 
     payload_sent: int = 0
     header_sent: int = 0
@@ -34,7 +34,7 @@ class Traffic:
 
 
 def messages(sent: Iterable[int], received: Iterable[int], *, header: bool) -> Traffic:
-    """Messages of the given bytes. Empty ones are never sent, so they do not count."""
+    """Count messages of the given sizes. Empty ones are never sent, so they do not count."""
     sent, received = [b for b in sent if b], [b for b in received if b]
     kind = "header" if header else "payload"
     return Traffic(
@@ -45,9 +45,9 @@ def messages(sent: Iterable[int], received: Iterable[int], *, header: bool) -> T
 
 
 def dense_allreduce(nbytes: int, size: int) -> Traffic:
-    """What a dense allreduce costs each rank: reduce-scatter, then allgather, 2n(P-1)/P elements.
+    """Count a dense allreduce as reduce-scatter and allgather: each rank sends 2n(P-1)/P elements.
 
-    The process group chooses the algorithm; every bandwidth-optimal one has this bill.
+    The process group chooses the algorithm. Every bandwidth-optimal one sends this much.
     """
     share, num = 2 * nbytes * (size - 1) // size, 2 * (size - 1) if nbytes else 0
     return Traffic(
@@ -61,10 +61,10 @@ class Ledger:
 
     stages: dict[str, Traffic] = field(default_factory=dict)
     sizes: dict[str, Counter[int]] = field(default_factory=dict)
-    """Messages sent, by stage and by the bit length of their bytes: 11 is from 1 to 2 KiB."""
+    """Messages sent, by stage and by the bit length of their size: 11 is from 1 to 2 KiB."""
 
     def add(self, stage: str, traffic: Traffic, sent: Iterable[int]) -> None:
-        """Book the traffic of some messages; `sent` has the bytes of each that was sent."""
+        """Add the traffic of some messages; `sent` has the bytes of each that was sent."""
         self.stages[stage] = self.stages.get(stage, Traffic()) + traffic
         sizes = self.sizes.setdefault(stage, Counter())
         sizes.update(size.bit_length() for size in sent if size)
@@ -73,11 +73,11 @@ class Ledger:
         return sum(self.stages.values(), Traffic())
 
     def snapshot(self) -> dict[str, Traffic]:
-        """The counts by now, to subtract later with `since`."""
+        """Return the counts until now, for `since`."""
         return dict(self.stages)
 
     def since(self, before: dict[str, Traffic]) -> dict[str, Traffic]:
-        """What was booked after `before`, by stage."""
+        """Return what was added after the snapshot `before`, by stage."""
         return {
             stage: traffic - before.get(stage, Traffic()) for stage, traffic in self.stages.items()
         }

@@ -1,101 +1,123 @@
-"""Process groups with a limit for making them, and whose errors name the rank that is to blame."""
+"""Process groups that are made within a time limit, and whose errors name the rank at fault."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from oktopk.comm.communicator import Transport
 from oktopk.comm.failure_detector import (
-    RollCall,
-    of_network,
-    patience_of,
-    present,
+    FailureDetector,
+    detection_seconds,
+    is_network_error,
+    job_detector,
 )
-from oktopk.comm.torch_transport import TorchTransport
+from oktopk.comm.torch_transport import TorchTransport, nccl_timeout
 from oktopk.errors import ExchangeError
-from oktopk.utils.time_limit import GRACE, Overdue, within
+from oktopk.utils.time_limit import GRACE, CallTimeoutError, call_with_timeout
 
 T = TypeVar("T")
 
 
-class WatchedTransport:
-    """A transport of all ranks of the job whose errors say which rank is to blame."""
+class MonitoredTransport:
+    """A transport whose errors name the rank at fault, by asking a failure detector.
 
-    def __init__(self, transport: Transport, roll_call: RollCall) -> None:
+    When an operation fails it closes the transport, and with it all subgroups: so no rank waits for
+    one that has given up. A subgroup closes the transport that it was split from.
+    """
+
+    def __init__(
+        self, transport: Transport, detector: FailureDetector, parent: Transport | None = None
+    ) -> None:
         self.rank, self.size = transport.rank, transport.size
-        self._transport, self._roll_call = transport, roll_call
+        self._transport, self._detector = transport, detector
+        self._root = parent or self
 
     def exchange(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
-        self._watched(lambda: self._transport.exchange(outgoing, incoming))
+        self._monitored(lambda: self._transport.exchange(outgoing, incoming))
 
-    def swap(self, x: Tensor, out: Tensor) -> None:
-        self._watched(lambda: self._transport.swap(x, out))
+    def all_to_all(self, x: Tensor, out: Tensor) -> None:
+        self._monitored(lambda: self._transport.all_to_all(x, out))
 
     def all_reduce_(self, x: Tensor) -> None:
-        self._watched(lambda: self._transport.all_reduce_(x))
+        self._monitored(lambda: self._transport.all_reduce_(x))
+
+    def split(self, groups: list[list[int]]) -> MonitoredTransport:
+        transport = self._monitored(lambda: self._transport.split(groups))
+        return MonitoredTransport(transport, self._detector, self._root)
 
     def close(self) -> None:
         self._transport.close()
 
-    def _watched(self, act: Callable[[], None]) -> None:
+    def _monitored(self, operation: Callable[[], T]) -> T:
         try:
-            if self._roll_call.verdict is not None:
-                raise ExchangeError("another rank gave up")
-            act()
+            if self._detector.diagnosis is not None:
+                raise ExchangeError("another rank failed")
+            return operation()
         except ExchangeError as error:
-            self._roll_call.give_up(error, self)
+            self._detector.abort(error, self._root)
             raise
 
 
-def bounded_group(timeout: float, make: Callable[[timedelta], T]) -> T:
-    """Make a process group with a limit for its operations; ExchangeError if it takes too long.
+def make_group(timeout: float, make: Callable[[timedelta], T]) -> T:
+    """Call `make` with the limit that operations of a process group shall have; return its result.
 
-    What is left of `timeout` after that limit is for finding out who is missing. A store that
-    stopped would block torch for ever.
+    Raises ExchangeError if that takes longer than `timeout`: torch itself would wait without end
+    for a store that has stopped. The limit is less than `timeout`, so that there is time left to
+    find out which rank is missing.
     """
-    limit = timedelta(seconds=timeout - patience_of(timeout))
+    limit = timedelta(seconds=timeout - detection_seconds(timeout))
     try:
-        return within(timeout + GRACE, lambda: make(limit))
-    except Overdue as error:
+        return call_with_timeout(timeout + GRACE, lambda: make(limit))
+    except CallTimeoutError as error:
         raise ExchangeError(f"no process group was made within {timeout:g} s") from error
 
 
-def own_transport(
-    ranks: list[int] | None, timeout: float, *, on_cuda: bool, **more: Any
+def new_transport(
+    ranks: list[int] | None,
+    timeout: float,
+    *,
+    on_cuda: bool,
+    backend: str | None = None,
+    whole_job: bool = True,
 ) -> TorchTransport:
-    """The transport of a new group. Every rank of it must call it; `more` is for torch's new_group.
+    """Make a process group of these ranks of the job (None: all) and return its transport.
 
-    An operation that takes longer than `timeout`, less the time to find out who is missing, fails.
-    NCCL ends the process at its own limit, so that one is later than ours.
+    Every rank of the job must call it if `whole_job` is set, else only the ranks of the group. An
+    operation that takes longer than `timeout`, less the time to find out which rank is missing,
+    fails.
     """
 
     def make(limit: timedelta) -> TorchTransport:
-        of_torch = timedelta(seconds=2 * timeout) if on_cuda else limit
-        group = dist.new_group(ranks, timeout=of_torch, **more)
+        group = dist.new_group(
+            ranks,
+            timeout=nccl_timeout(timeout) if on_cuda else limit,
+            backend=backend,
+            use_local_synchronization=not whole_job,
+        )
         return TorchTransport(group, owned=True, timeout=limit.total_seconds())
 
-    return bounded_group(timeout, make)
+    return make_group(timeout, make)
 
 
 @contextmanager
-def watched() -> Iterator[None]:
-    """Let errors of torch's own collectives in the block name the rank too, as those of DDP."""
+def monitored() -> Iterator[None]:
+    """Let network errors in the block name the rank at fault: those of DDP, for instance."""
     try:
         yield
     except RuntimeError as error:
-        roll_call = present()
-        if roll_call is not None and of_network(error):
-            roll_call.give_up(error, _Nothing())
+        detector = job_detector()
+        if detector is not None and is_network_error(error):
+            detector.abort(error, _NoConnections())
         raise
 
 
-class _Nothing:
-    """DDP holds the connections, for as long as there is a model."""
+class _NoConnections:
+    """Nothing to close: DDP holds its connections for as long as there is a model."""
 
     def close(self) -> None: ...

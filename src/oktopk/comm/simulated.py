@@ -1,6 +1,6 @@
-"""P ranks in one process: threads in lockstep, for scales no test machine has.
+"""P ranks as threads of one process, in lockstep, for more ranks than a test machine has.
 
-The methods are the same code as over a network; only the transport differs.
+The methods run the same code as over a network; only the transport differs.
 """
 
 from __future__ import annotations
@@ -19,100 +19,138 @@ T = TypeVar("T")
 
 
 class AbandonedError(RuntimeError):
-    """Another simulated rank failed; its error is the one to read."""
+    """Another simulated rank failed. That rank's error is the one to read."""
 
 
-class Hub:
-    """Where the simulated ranks meet.
+class Scheduler:
+    """Lets one simulated rank run at a time, in turn.
 
-    One rank runs at a time: it lays down its messages and hands the turn to the next. When the turn
-    comes back, everybody has been here. Hundreds of threads that all wake at a barrier would fight
-    for the interpreter instead.
+    A rank runs until it must wait for others, then passes the turn to the next rank. Hundreds of
+    threads that all wake at a barrier would compete for the interpreter instead.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.slots: list[dict[int, Tensor]] = [{} for _ in range(size)]
-        self.board = torch.empty(0)
         self.failed = False
-        self._left = [False] * size
-        self._meetings = [0] * size
+        self.num_events = 0
+        """Collectives that ranks have entered, and ranks that have ended: progress of any kind."""
+        self._ended = [False] * size
         self._turns = [threading.Semaphore(0) for _ in range(size)]
 
     def start(self) -> None:
+        """Give the first turn to rank 0."""
         self._turns[0].release()
 
     def wait_turn(self, rank: int) -> None:
+        """Block until it is this rank's turn; AbandonedError if another rank failed meanwhile."""
         self._turns[rank].acquire()
         if self.failed:
             raise AbandonedError
 
-    def meet(self, rank: int) -> None:
-        """Return when every rank has called it as often as this one."""
-        self._meetings[rank] += 1
-        self._pass_on(rank)
-        self.wait_turn(rank)
-        mine = self._meetings[rank]
-        if any(left and seen < mine for left, seen in zip(self._left, self._meetings, strict=True)):
-            raise RuntimeError(f"rank {rank} waits in a collective that other ranks never enter")
-
-    def leave(self, rank: int) -> None:
-        self._left[rank] = True
-        self._pass_on(rank)
-
-    def _pass_on(self, rank: int) -> None:
+    def pass_turn(self, rank: int) -> None:
+        """Let the next rank run that has not ended; it may be this one."""
         for distance in range(1, self.size + 1):
             following = (rank + distance) % self.size
-            if not self._left[following]:
+            if not self._ended[following]:
                 self._turns[following].release()
                 return
 
+    def end(self, rank: int) -> None:
+        """Take a rank out of the turns: its function has returned or raised."""
+        self._ended[rank] = True
+        self.num_events += 1
+        self.pass_turn(rank)
+
+
+class SimulatedGroup:
+    """Ranks that call collectives together, and the memory through which they exchange messages."""
+
+    def __init__(self, scheduler: Scheduler, ranks: list[int]) -> None:
+        self.scheduler = scheduler
+        self.ranks = ranks
+        """The numbers of the group's ranks among all simulated ranks."""
+        self.slots: list[dict[int, Tensor]] = [{} for _ in ranks]
+        self.rows = torch.empty(0)
+        self._num_barriers = [0] * len(ranks)
+        self._subgroups: dict[tuple[int, tuple[int, ...]], SimulatedGroup] = {}
+        self._num_splits = [0] * len(ranks)
+
+    def barrier(self, rank: int) -> None:
+        """Return when every rank of the group has called it as often as this one.
+
+        Raises RuntimeError when it never will: all other ranks wait too, or have ended.
+        """
+        scheduler, mine = self.scheduler, self.ranks[rank]
+        self._num_barriers[rank] += 1
+        scheduler.num_events += 1
+        count, before = self._num_barriers[rank], -1
+        while before < 0 or min(self._num_barriers) < count:
+            if before == scheduler.num_events:  # every other rank has had a turn and did nothing
+                raise RuntimeError(
+                    f"rank {mine} waits in a collective that other ranks never enter"
+                )
+            before = scheduler.num_events
+            scheduler.pass_turn(mine)
+            scheduler.wait_turn(mine)
+
+    def subgroup(self, rank: int, ranks: list[int]) -> SimulatedGroup:
+        """Return one group for all `ranks` that call this for the same time."""
+        self._num_splits[rank] += 1
+        key = (self._num_splits[rank], tuple(ranks))
+        global_ranks = [self.ranks[each] for each in ranks]
+        return self._subgroups.setdefault(key, SimulatedGroup(self.scheduler, global_ranks))
+
 
 class SimulatedTransport:
-    """One simulated rank."""
+    """The transport of one simulated rank."""
 
-    def __init__(self, hub: Hub, rank: int) -> None:
-        self.hub = hub
+    def __init__(self, group: SimulatedGroup, rank: int) -> None:
+        self.group = group
         self.rank = rank
-        self.size = hub.size
+        self.size = len(group.ranks)
 
     def exchange(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
-        self._lay_down(outgoing)
+        self._publish(outgoing)
         for peer, message in incoming.items():
-            message.copy_(self.hub.slots[peer][self.rank])
-        self.hub.meet(self.rank)  # nobody may reuse a buffer before all have read it
+            message.copy_(self.group.slots[peer][self.rank])
+        self.group.barrier(self.rank)  # nobody may reuse a buffer before all have read it
 
-    def swap(self, x: Tensor, out: Tensor) -> None:
-        self._lay_down({0: x})
+    def all_to_all(self, x: Tensor, out: Tensor) -> None:
+        self._publish({0: x})
         if self.rank == 0:  # all rows at once: copies one by one would be P squared
-            self.hub.board = torch.stack([slot[0] for slot in self.hub.slots])
-        self.hub.meet(self.rank)
-        out.copy_(self.hub.board[:, self.rank])
-
-    def close(self) -> None:
-        pass
-
-    def _lay_down(self, messages: dict[int, Tensor]) -> None:
-        self.hub.slots[self.rank] = messages
-        self.hub.meet(self.rank)
+            self.group.rows = torch.stack([slot[0] for slot in self.group.slots])
+        self.group.barrier(self.rank)
+        out.copy_(self.group.rows[:, self.rank])
 
     def all_reduce_(self, x: Tensor) -> None:
         """Each rank sums its share in rank order, then all copy the shares."""
         share = -(-x.numel() // self.size) or 1
         mine = slice(self.rank * share, (self.rank + 1) * share)
-        self._lay_down({0: x})
+        self._publish({0: x})
         total = torch.zeros_like(x[mine])
-        for slot in self.hub.slots:
+        for slot in self.group.slots:
             total += slot[0][mine]
-        self.hub.meet(self.rank)
-        self._lay_down({0: total})
-        torch.cat([slot[0] for slot in self.hub.slots], out=x)
-        self.hub.meet(self.rank)
+        self.group.barrier(self.rank)
+        self._publish({0: total})
+        torch.cat([slot[0] for slot in self.group.slots], out=x)
+        self.group.barrier(self.rank)
+
+    def split(self, groups: list[list[int]]) -> SimulatedTransport:
+        ranks = next(group for group in groups if self.rank in group)
+        return type(self)(self.group.subgroup(self.rank, ranks), ranks.index(self.rank))
+
+    def close(self) -> None:
+        pass
+
+    def _publish(self, messages: dict[int, Tensor]) -> None:
+        """Show this rank's messages to the group; return when all ranks have shown theirs."""
+        self.group.slots[self.rank] = messages
+        self.group.barrier(self.rank)
 
 
-def alone() -> Comm:
-    """A `Comm` of one rank, for training without a process group."""
-    return Comm(SimulatedTransport(Hub(1), 0))
+def single_rank_comm() -> Comm:
+    """Return a `Comm` of one rank, for training without a process group."""
+    return Comm(SimulatedTransport(SimulatedGroup(Scheduler(1), [0]), 0))
 
 
 def simulate(
@@ -127,26 +165,27 @@ def simulate(
     """
     if size < 1:
         raise ValueError(f"there must be 1 rank or more, got {size}")
-    hub, num_threads = Hub(size), torch.get_num_threads()
+    scheduler, num_threads = Scheduler(size), torch.get_num_threads()
+    group = SimulatedGroup(scheduler, list(range(size)))
     errors: list[BaseException] = []
 
     def run(rank: int) -> T | None:
         torch.set_num_threads(1)  # one pool of threads per rank would be size times too many
         try:
-            hub.wait_turn(rank)
-            return rank_main(Comm(transport(hub, rank)))
+            scheduler.wait_turn(rank)
+            return rank_main(Comm(transport(group, rank)))
         except AbandonedError:
             return None
         except BaseException as error:  # noqa: BLE001 - raised again below, in the caller's thread
             errors.append(error)
-            hub.failed = True
+            scheduler.failed = True
             return None
         finally:
-            hub.leave(rank)
+            scheduler.end(rank)
 
     with ThreadPoolExecutor(size, thread_name_prefix="simulated-rank") as pool:
         futures = [pool.submit(run, rank) for rank in range(size)]
-        hub.start()
+        scheduler.start()
     torch.set_num_threads(num_threads)  # new threads of the caller would inherit the 1
     if errors:
         raise errors[0]

@@ -1,27 +1,36 @@
-"""The transport over a torch process group: the only place that calls its collectives."""
+"""The transport over a torch process group: the only module that calls torch's collectives."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from oktopk.comm.store import Store
 from oktopk.errors import ExchangeError
 from oktopk.utils.device import finish
 
 TIMEOUT = 300.0  # seconds; less than NCCL's own limit of 600, which ends the process
-
-
 CLOSE_SECONDS = 5.0
 
 
-class TorchTransport:
-    """A torch process group; `None` is the default group.
+def nccl_timeout(seconds: float) -> timedelta:
+    """Return the limit to give to a NCCL group whose operations may take `seconds`.
 
-    `timeout` seconds are the limit for each operation on a GPU, where the host would otherwise wait
-    without end. On a CPU the limit is that of the process group.
+    NCCL ends the process at its limit, so that one must be later than the one of `TorchTransport`.
+    """
+    return timedelta(seconds=2 * seconds)
+
+
+class TorchTransport:
+    """A torch process group as a transport; `None` is the default group.
+
+    On a GPU, `timeout` seconds are the limit of each operation: the host would otherwise wait for
+    a dead rank without end. On a CPU the process group has the limit. `close` destroys the process
+    group only if it is `owned`.
     """
 
     def __init__(self, group: Any = None, *, owned: bool = False, timeout: float = TIMEOUT) -> None:
@@ -29,11 +38,12 @@ class TorchTransport:
         self._owned = owned
         self._timeout = timeout
         self._on_device = self._failed = False
+        self._subgroups: list[TorchTransport] = []
         self.rank = dist.get_rank(group)
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} of the job is not in the group it was given")
         self.size = dist.get_world_size(group)
-        self._peers = [
+        self._global_ranks = [
             peer if group is None else dist.get_global_rank(group, peer)
             for peer in range(self.size)
         ]
@@ -51,33 +61,10 @@ class TorchTransport:
         if ops:
             self._wait(ops, peers)
 
-    def _wait(self, ops: list[dist.P2POp], peers: list[int]) -> None:
-        try:
-            works = dist.batch_isend_irecv(ops)
-        except RuntimeError as error:
-            ranks = sorted(set(peers))
-            raise ExchangeError(f"the connection to a rank of {ranks} is gone: {error}") from error
-        # NCCL returns one work for all of them
-        each = len(works) == len(ops)
-        whom = [f"rank {peer}" for peer in peers] if each else [f"ranks {sorted(set(peers))}"]
-        for work, who in zip(works, whom, strict=True):
-            self._finish(work, ops[0].tensor, f"no exchange with {who}")
-
-    def _finish(self, work: Any, x: Tensor, failure: str) -> None:
-        self._on_device = x.device.type != "cpu"
-        try:
-            finish(work, x, self._timeout)
-        except (RuntimeError, TimeoutError) as error:
-            self._failed = True
-            raise ExchangeError(f"{failure}: {error}") from error
-
-    def swap(self, x: Tensor, out: Tensor) -> None:
+    def all_to_all(self, x: Tensor, out: Tensor) -> None:
         out[self.rank].copy_(x[self.rank])
         peers = [peer for peer in range(self.size) if peer != self.rank] if x[0].numel() else []
         self.exchange({peer: x[peer] for peer in peers}, {peer: out[peer] for peer in peers})
-
-    def _op(self, op, tensor: Tensor, peer: int) -> dist.P2POp:  # noqa: ANN001
-        return dist.P2POp(op, tensor, self._peers[peer], self.group)
 
     def all_reduce_(self, x: Tensor) -> None:
         failure = "the dense allreduce failed"
@@ -87,13 +74,39 @@ class TorchTransport:
             raise ExchangeError(f"{failure}: {error}") from error
         self._finish(work, x, failure)
 
-    def store(self) -> Any:
-        """The store of the group, over a connection of its own where torch can make one."""
+    def split(self, groups: list[list[int]]) -> TorchTransport:
+        """Return the transport of a new process group.
+
+        torch gives a new group its name by counting. If this transport has all ranks of the job,
+        each rank therefore takes part in making every group. If not, a rank makes its own group
+        only, and its ranks must have made equally many groups before.
+        """
+        whole_job = self.size == dist.get_world_size()
+        backend = dist.get_backend(self.group)
+        on_cuda = backend == "nccl"
+        limit = nccl_timeout(self._timeout) if on_cuda else timedelta(seconds=self._timeout)
+        for ranks in groups:
+            if not whole_job and self.rank not in ranks:
+                continue
+            group = dist.new_group(
+                [self._global_ranks[rank] for rank in ranks],
+                timeout=limit,
+                backend=backend,
+                use_local_synchronization=not whole_job,
+            )
+            if self.rank in ranks:
+                self._subgroups.append(TorchTransport(group, owned=True, timeout=self._timeout))
+        return self._subgroups[-1]
+
+    def store(self) -> Store:
+        """Return the store of the group, over a connection of its own where torch can make one."""
         store: Any = dist.distributed_c10d._get_process_group_store(self.group)
         return store.clone() if hasattr(store, "clone") else store
 
     def close(self) -> None:
-        """Nothing but this may hold the group: its connections close with the last reference."""
+        """Destroy the group if it is owned. Connections close with the last reference to it."""
+        for subgroup in self._subgroups:
+            subgroup.close()
         if not self._owned:
             return
         self._owned = False
@@ -101,9 +114,32 @@ class TorchTransport:
         if not self._on_device:
             dist.destroy_process_group(group)
             return
-        # NCCL ends what it has begun before it destroys a group, and waits for dead ranks to do so
+        # NCCL finishes its pending operations before it destroys a group: it waits for dead ranks
         abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
         end = abort if self._failed else dist.destroy_process_group
-        leaving = Thread(target=end, args=(group,), name="oktopk-leave", daemon=True)
-        leaving.start()
-        leaving.join(CLOSE_SECONDS)
+        closing = Thread(target=end, args=(group,), name="oktopk-close", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+
+    def _op(self, op, tensor: Tensor, peer: int) -> dist.P2POp:  # noqa: ANN001
+        return dist.P2POp(op, tensor, self._global_ranks[peer], self.group)
+
+    def _wait(self, ops: list[dist.P2POp], peers: list[int]) -> None:
+        try:
+            works = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            ranks = sorted(set(peers))
+            raise ExchangeError(f"the connection to a rank of {ranks} is gone: {error}") from error
+        # NCCL returns one work for all of them
+        each = len(works) == len(ops)
+        names = [f"rank {peer}" for peer in peers] if each else [f"ranks {sorted(set(peers))}"]
+        for work, name in zip(works, names, strict=True):
+            self._finish(work, ops[0].tensor, f"no exchange with {name}")
+
+    def _finish(self, work: Any, x: Tensor, failure: str) -> None:
+        self._on_device = x.device.type != "cpu"
+        try:
+            finish(work, x, self._timeout)
+        except (RuntimeError, TimeoutError) as error:
+            self._failed = True
+            raise ExchangeError(f"{failure}: {error}") from error

@@ -37,8 +37,8 @@ from oktopk.train.run_process import (
     log_of,
     train_in_process,
 )
-from oktopk.utils.files import write_whole
-from oktopk.utils.signals import interruptible
+from oktopk.utils.files import write_atomically
+from oktopk.utils.signals import raise_on_signals
 
 NAME = "compare"
 # flags that take a list, and the flag of `oktopk train` that takes one value
@@ -66,7 +66,7 @@ def command(args: argparse.Namespace) -> int:
         refuse_run(folder)
         refuse_sweep(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        with lock(folder), interruptible(is_rank=False):
+        with lock(folder), raise_on_signals():
             return compare(args.config or DEFAULT, base, wanted, args.metric)
 
     return exit_code_of("oktopk compare", act)
@@ -147,8 +147,10 @@ def write_tables(folder: Path, metric: str) -> str:
     dense = {run.config.get("seed"): run for run in runlogs if _order(run)[0] == 0}
     rows = [row(runlog, metric, dense.get(runlog.config.get("seed"))) for runlog in runlogs]
     text = markdown(as_table(rows))
-    write_whole(folder / "table.md", text)
-    write_whole(folder / "table.json", json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    write_atomically(folder / "table.md", text)
+    write_atomically(
+        folder / "table.json", json.dumps([asdict(row) for row in rows], indent=1) + "\n"
+    )
     write_report(folder / REPORT, runlogs, rows, metric)
     return f"{text}\n{folder}: table.md, table.json, {REPORT}"
 

@@ -11,7 +11,7 @@ from oktopk.errors import RunError
 from oktopk.runlog.run_directory import CONFIG_FILE, METRICS_FILE
 from oktopk.train.config import Config, changes, load_run
 from oktopk.train.run_process import IRRELEVANT_SETTINGS
-from oktopk.utils.units import few
+from oktopk.utils.units import list_some
 
 COMPARED = ("method", "density", "seed")
 REPORT = "compare.html"
@@ -68,8 +68,8 @@ def refuse_comparison(folder: Path) -> None:
         )
     if runs:
         raise RunError(
-            f"{folder} has runs that are not trials of a sweep ({few(runs, SHOWN_RUNS)}): give "
-            "another --name"
+            f"{folder} has runs that are not trials of a sweep ({list_some(runs, SHOWN_RUNS)}): "
+            "give another --name"
         )
 
 

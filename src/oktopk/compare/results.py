@@ -10,7 +10,7 @@ from typing import Any
 from oktopk.runlog.aggregates import estimated_totals, steady_steps
 from oktopk.runlog.reader import RunLog
 from oktopk.runlog.schema import ProbeRecord
-from oktopk.utils.units import size
+from oktopk.utils.units import format_bytes
 
 METRICS = {"wer": "WER", "cer": "CER", "val_loss": "validation loss"}
 
@@ -92,7 +92,7 @@ SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "val_loss": ("validation loss", _format(".3f")),
     "to_dense": ("to dense", _format("+.3f")),
     "xi": ("xi", _format(".3f")),
-    "bytes_sent": ("sent", size),
+    "bytes_sent": ("sent", format_bytes),
     "ratio": ("ratio", _format(".1f")),
     "sparse_ratio": ("ratio, sparse phase", _format(".1f")),
     "ms_per_step": ("ms/step, median", _format(".0f")),

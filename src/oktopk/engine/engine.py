@@ -88,7 +88,7 @@ class Engine:
         plan = self.plan()
         if plan.phase == "sparse":
             check_indexable(self.buckets.numels, self.settings.scope)
-        self.comm.alarm = False
+        self.comm.nonfinite = False
         if plan.whole_model:
             states = [copy(self.model_state)]
         elif plan.phase == "sparse":

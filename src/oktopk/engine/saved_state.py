@@ -19,7 +19,7 @@ from torch import Tensor
 from oktopk.engine.buckets import Layout
 from oktopk.errors import StateError
 from oktopk.sparse import acc_dtype
-from oktopk.utils.arguments import shown
+from oktopk.utils.arguments import short_repr
 
 FORMAT = 1
 """Counts up when a state dict changes so that older code would misread it."""
@@ -134,7 +134,7 @@ def load_flat(state: Any, here: Mapping[str, Any]) -> tuple[SavedEngine, Tensor 
     for name, mine in here.items():
         if type(state[name]) is not type(mine) or state[name] != mine:
             raise StateError(
-                f"the state was saved with {name}={shown(state[name])}, this is {mine}"
+                f"the state was saved with {name}={short_repr(state[name])}, this is {mine}"
             )
     try:
         engine = msgspec.convert(state["engine"], SavedEngine)
@@ -147,7 +147,7 @@ def load_flat(state: Any, here: Mapping[str, Any]) -> tuple[SavedEngine, Tensor 
     flat = isinstance(residual, Tensor) and residual.layout == torch.strided
     if not flat or residual.dtype not in DTYPES or residual.shape != (here["numel"],):
         expected = f"a flat fp32 or float64 tensor of {here['numel']} elements"
-        raise StateError(f"the residual must be {expected}, got {shown(residual)}")
+        raise StateError(f"the residual must be {expected}, got {short_repr(residual)}")
     if residual.device.type == "meta" or not torch.isfinite(residual).all():
         raise StateError("the residual has no data, or a NaN or Inf: load an older checkpoint")
     return engine, residual
@@ -209,7 +209,7 @@ def _check_engine(engine: SavedEngine, world_size: int) -> None:
         bounds = thresholds.bounds
         regular = bounds is None or (len(bounds) == world_size + 1 and bounds[0] == 0)
         if not regular or (bounds is not None and bounds != sorted(bounds)):
-            raise StateError(f"the state has the region bounds {shown(bounds)}")
+            raise StateError(f"the state has the region bounds {short_repr(bounds)}")
 
 
 def _tensors(value: Any, key: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, Tensor]:
@@ -218,10 +218,10 @@ def _tensors(value: Any, key: str, dtypes: tuple[torch.dtype, ...]) -> dict[str,
         raise StateError(f"{key!r} must be tensors by name, got a {type(value).__name__}")
     for name, x in value.items():
         if not isinstance(name, str) or not isinstance(x, Tensor):
-            raise StateError(f"{key!r} has a {type(x).__name__} as {shown(name)}")
+            raise StateError(f"{key!r} has a {type(x).__name__} as {short_repr(name)}")
         if x.layout != torch.strided or x.device.type == "meta" or x.dtype not in dtypes:
             what = f"a tensor of {x.dtype}, {x.layout}, on {x.device.type}"
-            raise StateError(f"{key!r} has {what} as {shown(name)}")
+            raise StateError(f"{key!r} has {what} as {short_repr(name)}")
     return {clean_name(name): x for name, x in value.items()}
 
 

@@ -90,8 +90,8 @@ class Step:
         dtypes = {bucket: grad.dtype for bucket, grad in self.grads.items()}
         divisor = self._comm.size / (1 + self.plan.overshoot)
         finite = self.recorder.all_finite(dtypes, divisor)
-        self._comm.alarm = self._comm.alarm or not finite
-        return not self._comm.alarm
+        self._comm.nonfinite = self._comm.nonfinite or not finite
+        return not self._comm.nonfinite
 
     def apply(self) -> None:
         """Write the averages into the gradients, and the next residual into `memory.acc`."""
@@ -204,7 +204,7 @@ class Step:
         over n is needed, unless k is 0.
         """
         finite, _ = kernels.finite_and_smallest([local.values if k else acc, dense_part])
-        self._comm.alarm = self._comm.alarm or not finite
+        self._comm.nonfinite = self._comm.nonfinite or not finite
         return local if finite else empty(local.numel, acc)
 
     def _apply_bucket(self, bucket: int) -> None:

@@ -1,6 +1,7 @@
-"""A pipe between a process and those it starts, so that none is left behind.
+"""The parent watchdog: a child process ends when the process that started it has ended.
 
-It closes when the starter is gone, however that ended: also by a signal nobody can catch.
+The parent keeps one end of a pipe, and its children watch the other. The pipe closes when the
+parent ends, in whatever way: also by a signal that no process can handle.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Thread
 
-LINE = "OKTOPK_LINE"
+PIPE_VARIABLE = "OKTOPK_PARENT_PIPE"
+"""The environment variable that tells a child the file descriptor of its end of the pipe."""
 ORPHAN_SECONDS = 30.0
-"""What a process has to save and leave when its starter is gone."""
+"""Time that a process has to save and exit after its parent has ended."""
 
 
 @contextmanager
-def lifeline() -> Iterator[int]:
-    """The end of the pipe for those that are started: in their `pass_fds`, and as LINE."""
+def parent_pipe() -> Iterator[int]:
+    """Open the pipe and return the end for children: in their `pass_fds` and in PIPE_VARIABLE."""
     theirs, ours = os.pipe()
     try:
         yield theirs
@@ -29,26 +31,28 @@ def lifeline() -> Iterator[int]:
         os.close(ours)
 
 
-def hold() -> None:
-    """End with the starter, if it gave this process a line: by SIGTERM first.
+def watch_parent() -> None:
+    """If the parent gave this process a pipe, send it SIGTERM when the parent has ended.
 
-    What others left in the environment is not a line, and what this process starts has none.
+    After ORPHAN_SECONDS more the process exits. A variable that does not name an open pipe was set
+    by somebody else and is ignored. The variable is removed, so that processes which this one
+    starts in turn do not inherit it.
     """
-    told = os.environ.pop(LINE, "")
-    if not told.isdecimal():
+    text = os.environ.pop(PIPE_VARIABLE, "")
+    if not text.isdecimal():
         return
     try:
-        line = int(told)
-        is_pipe = stat.S_ISFIFO(os.fstat(line).st_mode)
+        pipe = int(text)
+        is_pipe = stat.S_ISFIFO(os.fstat(pipe).st_mode)
     except (OSError, OverflowError, ValueError):  # not open, or too large a number
         return
     if is_pipe:
-        os.set_inheritable(line, False)
-        Thread(target=_end_with_starter, args=[line], daemon=True).start()
+        os.set_inheritable(pipe, False)
+        Thread(target=_end_with_parent, args=[pipe], daemon=True).start()
 
 
-def _end_with_starter(line: int) -> None:
-    os.read(line, 1)
+def _end_with_parent(pipe: int) -> None:
+    os.read(pipe, 1)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(ORPHAN_SECONDS)
     os._exit(1)

@@ -1,7 +1,7 @@
-"""Join the other ranks: meet at a store, sign in, make the group, and leave it.
+"""The process group of the job: rendezvous, registration, creation, and destruction.
 
-From signing in to leaving, one `RollCall` watches: whatever collective fails, of ours or of DDP's,
-the error that comes out names the rank that is to blame.
+A failure detector watches from registration to the end. Whichever collective fails, one of oktopk
+or one of DDP, the error names the rank at fault.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -20,133 +20,138 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from oktopk.comm import failure_detector
 from oktopk.comm.communicator import Comm
-from oktopk.comm.failure_detector import RollCall, patience_of
-from oktopk.comm.process_groups import WatchedTransport, bounded_group, own_transport
+from oktopk.comm.failure_detector import (
+    StoreFailureDetector,
+    detection_seconds,
+    job_detector,
+    use_for_job,
+)
+from oktopk.comm.process_groups import MonitoredTransport, make_group, new_transport
 from oktopk.comm.torch_transport import TorchTransport
 from oktopk.errors import LaunchError
-from oktopk.launch.rank_environment import Place
-from oktopk.launch.registration import (
-    HEARD_SECONDS,
-    Signed,
-    device_of,
-    sign_in,
-    threads,
-)
-from oktopk.launch.rendezvous import hosts_store, store_of_job
-from oktopk.utils.time_limit import GRACE, Overdue, within
+from oktopk.launch.rank_environment import SINGLE_RANK, RankEnvironment
+from oktopk.launch.rank_info import RankInfo, choose_device, choose_num_threads
+from oktopk.launch.registration import READ_SECONDS, register
+from oktopk.launch.rendezvous import hosts_store, open_job_store
+from oktopk.utils.time_limit import GRACE, CallTimeoutError, call_with_timeout
 
-ALONE = Place("nobody", 0, 1, 0, 1)
-LEAVE_SECONDS = 5.0
+DESTROY_SECONDS = 5.0
 
 
 @contextmanager
-def joined(
-    place: Place | None, timeout: float, alike: Mapping[str, Any] | None = None
+def job_process_group(
+    env: RankEnvironment | None, timeout: float, settings: Mapping[str, object] | None = None
 ) -> Iterator[torch.device]:
-    """The default process group, for as long as the block lasts; gives this rank's device.
+    """Make torch's default process group, and destroy it after the block; give this rank's device.
 
-    NCCL when every rank has a GPU of its own, else gloo on CPUs: all ranks alike. None is a group
-    of one. `timeout` seconds are the limit for meeting, and for each operation of the group.
-    `alike` is what every rank must have been started with: LaunchError on all ranks if it differs.
+    The group is NCCL when every rank has a GPU of its own, else gloo on CPUs, on all ranks alike.
+    Without an `env` it is a group of one. `timeout` seconds are the limit for the rendezvous, and
+    for each operation of the group. If `settings` are not the same on all ranks, all raise
+    LaunchError.
     """
-    place = place or ALONE
-    met = store_of_job(place, timeout)
-    store, signed, roll_call = _sign_in(met, place, timeout, alike or {})
-    with failure_detector.of_job(roll_call):
+    env = env or SINGLE_RANK
+    job_store = open_job_store(env, timeout)
+    store, ranks, detector = _register(job_store, env, timeout, settings or {})
+    with use_for_job(detector):
         try:
-            device = _prepare(place, signed)
-            _make_group(store, place, device, timeout)
+            device = _prepare(env, ranks)
+            _make_default_group(store, env, device, timeout)
             yield device
         except BaseException as error:
             try:
-                roll_call.give_up(error, _Group())
+                detector.abort(error, _DefaultGroup())
             finally:
-                if place.size > 1 and hosts_store(place):  # the others must hear before it is gone
-                    roll_call.hear()
-                    time.sleep(HEARD_SECONDS)
+                if env.world_size > 1 and hosts_store(env):  # it ends with this process
+                    detector.wait_diagnosis()
+                    time.sleep(READ_SECONDS)
             raise
-    roll_call.close()
-    _leave()
+    detector.close()
+    _destroy()
 
 
-def comm_of_job(timeout: float) -> Comm:
-    """Collectives of all ranks, whose errors name the rank that is to blame.
+def job_comm(timeout: float) -> Comm:
+    """Return a `Comm` over all ranks of the job. Every rank must call it.
 
-    Inside `joined` they have a group of their own, which closes when one fails: so no rank waits
-    for one that has given up. Every rank must call it. Elsewhere it is the default group.
+    Inside `job_process_group` it has a process group of its own, and its errors name the rank at
+    fault. When an operation fails the group is closed, so no rank waits for one that has given up.
+    Elsewhere it is over the default group.
     """
-    roll_call = failure_detector.present()
-    if roll_call is None:
+    detector = job_detector()
+    if detector is None:
         return Comm(TorchTransport())
-    transport = own_transport(None, timeout, on_cuda=dist.get_backend() == "nccl")
-    return Comm(WatchedTransport(transport, roll_call))
+    transport = new_transport(None, timeout, on_cuda=dist.get_backend() == "nccl")
+    return Comm(MonitoredTransport(transport, detector))
 
 
-def _sign_in(
-    met: dist.Store, place: Place, timeout: float, alike: Mapping[str, Any]
-) -> tuple[dist.Store, Signed, RollCall]:
-    """The page of these ranks in the store, what each said of itself, and who watches them."""
+def _register(
+    job_store: dist.Store, env: RankEnvironment, timeout: float, settings: Mapping[str, object]
+) -> tuple[dist.Store, list[RankInfo], StoreFailureDetector]:
+    """Register within a time limit; return the ranks' part of the store, and start a detector."""
 
-    def act() -> tuple[dist.Store, Signed, RollCall]:
-        store, signed = sign_in(met, place, timeout, alike)
+    def register_and_watch() -> tuple[dist.Store, list[RankInfo], StoreFailureDetector]:
+        store, ranks = register(job_store, env, timeout, settings)
         # a connection of its own where there can be one: the group may block the first
         own: Any = store
-        if place.size > 1 and hasattr(own, "clone"):
+        if env.world_size > 1 and hasattr(own, "clone"):
             own = own.clone()
-        return store, signed, RollCall(own, place.rank, place.size, patience_of(timeout))
+        seconds = detection_seconds(timeout)
+        return store, ranks, StoreFailureDetector(own, env.rank, env.world_size, seconds)
 
     try:
-        return within(timeout + HEARD_SECONDS + GRACE, act)
-    except Overdue as error:
+        return call_with_timeout(timeout + READ_SECONDS + GRACE, register_and_watch)
+    except CallTimeoutError as error:
         raise LaunchError(
-            f"{place}: the store of the job stopped answering while the ranks signed in: the "
+            f"{env}: the store of the job stopped answering while the ranks registered: the "
             "process that hosts it (rank 0, or the launcher) is stopped, or its host is down"
         ) from error
 
 
-def _prepare(place: Place, signed: Signed) -> torch.device:
-    device = device_of(place, signed)
+def _prepare(env: RankEnvironment, ranks: list[RankInfo]) -> torch.device:
+    """Set what torch and gloo need before the group is made; return this rank's device."""
+    device = choose_device(env.rank, ranks)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads(place.rank, signed))
-    if place.local_size == place.size:
-        _stay_on_loopback()
+        torch.set_num_threads(choose_num_threads(env.rank, ranks))
+    if env.on_one_host:
+        _use_loopback()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
 
 
-def _make_group(store: dist.Store, place: Place, device: torch.device, timeout: float) -> None:
-    bounded_group(
+def _use_loopback() -> None:
+    """Keep gloo from looking up the host's name, which machines without DNS do not have."""
+    names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    if names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names.pop())
+
+
+def _make_default_group(
+    store: dist.Store, env: RankEnvironment, device: torch.device, timeout: float
+) -> None:
+    make_group(
         timeout,
         lambda limit: dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
-            rank=place.rank,
-            world_size=place.size,
+            rank=env.rank,
+            world_size=env.world_size,
             timeout=limit,
             device_id=device if device.type == "cuda" else None,
         ),
     )
 
 
-class _Group:
-    """The default process group, to be closed after an error: NCCL may wait for the dead there."""
+class _DefaultGroup:
+    """The default process group, to be closed after an error."""
 
     def close(self) -> None:
-        leaving = Thread(target=_leave, daemon=True)
-        leaving.start()
-        leaving.join(LEAVE_SECONDS)
+        """Destroy it, but wait only a few seconds: NCCL may wait for dead ranks."""
+        closing = Thread(target=_destroy, daemon=True)
+        closing.start()
+        closing.join(DESTROY_SECONDS)
 
 
-def _leave() -> None:
+def _destroy() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _stay_on_loopback() -> None:
-    """One host: gloo would look up its name, which machines without DNS do not have."""
-    names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
-    if names:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", names.pop())

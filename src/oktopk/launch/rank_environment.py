@@ -1,4 +1,4 @@
-"""Where this process stands among the others, whichever launcher started it."""
+"""The rank and world size of this process, read from the variables that launchers set."""
 
 from __future__ import annotations
 
@@ -8,87 +8,110 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oktopk.errors import LaunchError
-from oktopk.utils.files import FileError, one_line, read_text
+from oktopk.utils.files import FileError, read_text, single_line
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One of `size` processes, as the launcher numbers them; local: among those of this host."""
+class RankEnvironment:
+    """The number of this process among those of the job, as its launcher counts them."""
 
     launcher: str
     rank: int
-    size: int
+    world_size: int
     local_rank: int
-    local_size: int
+    """The number among the processes on this host."""
+
+    local_world_size: int
+    """How many processes of the job are on this host."""
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether all ranks of the job are on this host."""
+        return self.local_world_size == self.world_size
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of {self.size}, started by {self.launcher}"
+        return f"rank {self.rank} of {self.world_size}, started by {self.launcher}"
+
+
+SINGLE_RANK = RankEnvironment("nobody", 0, 1, 0, 1)
+"""A process that no launcher started: a job of one rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
-    """The variables that hold a place; of several names the first that is set counts."""
+class LauncherVariables:
+    """The environment variables of a launcher; of several names, the first that is set counts."""
 
     rank: tuple[str, ...]
-    size: tuple[str, ...]
+    world_size: tuple[str, ...]
     local_rank: tuple[str, ...]
-    local_size: tuple[str, ...]
+    local_world_size: tuple[str, ...]
 
 
 # The inner launcher comes first: torchrun may run under srun, mpirun in a SLURM or PBS job.
 LAUNCHERS = {
-    "oktopk": Names(("OKTOPK_RANK",), ("OKTOPK_SIZE",), ("OKTOPK_RANK",), ("OKTOPK_SIZE",)),
-    "torchrun": Names(("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
-    "mpirun": Names(
+    "oktopk": LauncherVariables(
+        ("OKTOPK_RANK",), ("OKTOPK_SIZE",), ("OKTOPK_RANK",), ("OKTOPK_SIZE",)
+    ),
+    "torchrun": LauncherVariables(
+        ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)
+    ),
+    "mpirun": LauncherVariables(
         ("OMPI_COMM_WORLD_RANK",),
         ("OMPI_COMM_WORLD_SIZE",),
         ("OMPI_COMM_WORLD_LOCAL_RANK",),
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
     # MPICH and Intel MPI, Cray's, and srun --mpi=pmi2
-    "mpiexec": Names(
+    "mpiexec": LauncherVariables(
         ("PMI_RANK",),
         ("PMI_SIZE",),
         ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "SLURM_LOCALID"),
         ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"),
     ),
-    # SLURM_STEP_*: a batch script has SLURM_PROCID=0 and SLURM_NTASKS too, and is no rank
-    "srun": Names(
+    # SLURM_STEP_*: a batch script has SLURM_PROCID=0 and SLURM_NTASKS too, but is not a rank
+    "srun": LauncherVariables(
         ("SLURM_PROCID",),
         ("SLURM_STEP_NUM_TASKS",),
         ("SLURM_LOCALID",),
         ("SLURM_STEP_TASKS_PER_NODE",),
     ),
 }
-RANK_MEANS_NOTHING_ALONE = {"srun"}
+NEEDS_WORLD_SIZE = {"srun"}
+"""Launchers whose rank variable is also set in processes that are not ranks."""
 NUMBER = "[0-9]{1,7}"
 """A rank or a number of ranks: no job has ten million."""
 
 
-def find_place() -> Place | None:
-    """This process's place from the environment; None when no launcher started it."""
-    for launcher, names in LAUNCHERS.items():
-        if _is_set(names.size) or (
-            _is_set(names.rank) and launcher not in RANK_MEANS_NOTHING_ALONE
+def read_rank_environment() -> RankEnvironment | None:
+    """Return the rank of this process; None when no launcher started it.
+
+    Raises LaunchError if the variables of a launcher are incomplete or contradict each other.
+    """
+    for launcher, variables in LAUNCHERS.items():
+        if _any_set(variables.world_size) or (
+            _any_set(variables.rank) and launcher not in NEEDS_WORLD_SIZE
         ):
-            return _checked(_from_names(launcher, names))
+            return _checked(_from_variables(launcher, variables))
     return _from_pbsdsh()
 
 
-def _is_set(names: tuple[str, ...]) -> bool:
+def _any_set(names: tuple[str, ...]) -> bool:
     return any(name in os.environ for name in names)
 
 
-def _from_names(launcher: str, names: Names) -> Place:
-    rank, size = _number(launcher, names.rank), _number(launcher, names.size)
-    if launcher == "torchrun" and not _is_set(names.local_rank + names.local_size):
-        return Place(launcher, rank, size, 0, 1)  # operators that start one process per pod
-    here = _number(launcher, names.local_rank), _number(launcher, names.local_size)
-    return Place(launcher, rank, size, *here)
+def _from_variables(launcher: str, variables: LauncherVariables) -> RankEnvironment:
+    rank = _number(launcher, variables.rank)
+    world_size = _number(launcher, variables.world_size)
+    if launcher == "torchrun" and not _any_set(variables.local_rank + variables.local_world_size):
+        # Kubernetes operators that start one process per pod
+        return RankEnvironment(launcher, rank, world_size, local_rank=0, local_world_size=1)
+    local_rank = _number(launcher, variables.local_rank)
+    local_world_size = _number(launcher, variables.local_world_size)
+    return RankEnvironment(launcher, rank, world_size, local_rank, local_world_size)
 
 
 def _number(launcher: str, names: tuple[str, ...]) -> int:
-    """The value of the first name that is set; of SLURM's `4(x2),3` the part of this node."""
+    """Return the value of the first name that is set; of SLURM's `4(x2),3` this node's part."""
     name = next((name for name in names if name in os.environ), None)
     if name is None:
         raise LaunchError(
@@ -98,30 +121,33 @@ def _number(launcher: str, names: tuple[str, ...]) -> int:
     text = os.environ[name]
     if re.fullmatch(NUMBER, text):
         return int(text)
-    count = _of_this_node(text) if name == "SLURM_STEP_TASKS_PER_NODE" else None
+    count = _tasks_of_this_node(text) if name == "SLURM_STEP_TASKS_PER_NODE" else None
     if count is None:
         raise LaunchError(
-            f"{name}={one_line(repr(text))} is not a number, as {launcher} would have set it"
+            f"{name}={single_line(repr(text))} is not a number, as {launcher} would have set it"
         )
     return count
 
 
-def _of_this_node(text: str) -> int | None:
-    """The part of this node in SLURM's `4(x2),3`; None where the text is something else."""
+def _tasks_of_this_node(text: str) -> int | None:
+    """Return this node's part of SLURM's `4(x2),3`; None where the text is something else."""
     part = rf"({NUMBER})(?:\(x({NUMBER})\))?"
     node = os.environ.get("SLURM_NODEID", "")
     if not re.fullmatch(f"{part}(?:,{part})*", text) or not re.fullmatch(NUMBER, node):
         return None
-    nodes = 0  # counted, not listed: there may be millions
+    num_nodes = 0  # counted, not listed: there may be millions
     for count, times in re.findall(part, text):
-        nodes += int(times or 1)
-        if int(node) < nodes:
+        num_nodes += int(times or 1)
+        if int(node) < num_nodes:
             return int(count)
     return None
 
 
-def _from_pbsdsh() -> Place | None:
-    """A task of pbsdsh. Its rank is a line of PBS_NODEFILE; the job script itself is no rank."""
+def _from_pbsdsh() -> RankEnvironment | None:
+    """Return the rank of a task of pbsdsh, which is a line of PBS_NODEFILE.
+
+    None for any other process; the job script itself is not a rank.
+    """
     name = next((name for name in ("PBS_VNODENUM", "PBS_NODENUM") if name in os.environ), None)
     if name is None or "PBS_NODEFILE" not in os.environ:
         return None
@@ -136,12 +162,12 @@ def _from_pbsdsh() -> Place | None:
         )
     if rank >= len(hosts):
         raise LaunchError(f"{name}={rank}, but PBS_NODEFILE has {len(hosts)} lines")
-    here = hosts[rank]
-    return Place("pbsdsh", rank, len(hosts), hosts[:rank].count(here), hosts.count(here))
+    host = hosts[rank]
+    return RankEnvironment("pbsdsh", rank, len(hosts), hosts[:rank].count(host), hosts.count(host))
 
 
 def pbs_hosts() -> list[str]:
-    """The hosts of the PBS job, one per process."""
+    """Return the hosts of the PBS job, one per process."""
     path = Path(os.environ["PBS_NODEFILE"])
     try:
         hosts = read_text(path).split()
@@ -155,19 +181,23 @@ def pbs_hosts() -> list[str]:
     return hosts
 
 
-def _checked(place: Place) -> Place:
-    names = LAUNCHERS[place.launcher]
-    for rank, size, of in (
-        (place.rank, place.size, (names.rank, names.size)),
-        (place.local_rank, place.local_size, (names.local_rank, names.local_size)),
-        (place.local_size - 1, place.size, (names.local_size, names.size)),
+def _checked(env: RankEnvironment) -> RankEnvironment:
+    """Raise LaunchError if a number is not below the one that bounds it."""
+    names = LAUNCHERS[env.launcher]
+    for number, limit, variables in (
+        (env.rank, env.world_size, (names.rank, names.world_size)),
+        (env.local_rank, env.local_world_size, (names.local_rank, names.local_world_size)),
+        (env.local_world_size - 1, env.world_size, (names.local_world_size, names.world_size)),
     ):
-        if rank >= size:
-            told = ", ".join(
-                f"{name}={one_line(os.environ[name])}"
-                for some in of
-                for name in some
+        if number >= limit:
+            found = ", ".join(
+                f"{name}={single_line(os.environ[name])}"
+                for alternatives in variables
+                for name in alternatives
                 if name in os.environ
             )
-            raise LaunchError(f"{place.launcher} left {told}, which cannot be: mixed environments?")
-    return place
+            raise LaunchError(
+                f"{env.launcher} set {found}, which is impossible: were variables of several "
+                "launchers mixed?"
+            )
+    return env

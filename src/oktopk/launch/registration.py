@@ -1,8 +1,9 @@
-"""Signing in: every rank says what it has, and all know it before the group is made.
+"""Registration: every rank writes its information to the store, and all read that of all ranks.
 
-It is also what makes a second start at the same store safe. torchrun keeps its store when it
-restarts the workers, and the addresses of the dead are still in it; so rank 0 opens a new page
-every time, and a rank takes a page for its own only when it finds its own word there.
+It also makes a second start with the same store safe. torchrun keeps its store when it restarts the
+workers, and the keys of the earlier workers are still in it. So rank 0 opens a new round every
+time, whose keys have a prefix of their own, and a rank trusts a round only if it finds its own
+nonce there.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -11,155 +12,114 @@ every time, and a rank takes a page for its own only when it finds its own word 
 from __future__ import annotations
 
 import json
-import os
-import secrets
-import socket
 import time
-import warnings
-from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass
 
-import torch
 import torch.distributed as dist
 
+from oktopk.comm.consistency import differences
 from oktopk.errors import LaunchError
-from oktopk.launch.rank_environment import Place
+from oktopk.launch.rank_environment import RankEnvironment
+from oktopk.launch.rank_info import RankInfo, local_rank_info
 
-Word = dict[str, Any]
-Signed = list[Word]
-Page = tuple[str, list[Word | None], str]
-"""Its name, what every rank said (None: it did not come), and what is wrong, if anything is."""
-HEARD_SECONDS = 1.0
-"""What the others have to hear who is missing, before rank 0 leaves and its store with it."""
-SHOWN = 8  # ranks and values that a message names
+ROUND_KEY = "oktopk/round"
+"""The key that holds the prefix of the current round."""
+READ_SECONDS = 1.0
+"""Time that the others get to read what is wrong, before rank 0 exits and its store with it."""
+POLL_SECONDS = 0.02
 
 
-def sign_in(
-    store: dist.Store, place: Place, timeout: float, alike: Mapping[str, Any]
-) -> tuple[dist.Store, Signed]:
-    """A page of the store that only these ranks write on, and what each said of itself.
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What rank 0 collected: the same on every rank."""
 
-    If `alike` is not the same on all ranks, all of them raise the same LaunchError.
+    prefix: str
+    ranks: list[RankInfo | None]
+    """None for a rank that did not register in time."""
+
+    problem: str
+    """How the settings of the ranks differ; empty if they do not."""
+
+
+def register(
+    store: dist.Store, env: RankEnvironment, timeout: float, settings: Mapping[str, object]
+) -> tuple[dist.Store, list[RankInfo]]:
+    """Return a part of the store that only these ranks write to, and the information of each.
+
+    Raises the same LaunchError on all ranks if `settings` differ, or if a rank does not register
+    within `timeout` seconds.
     """
-    mine = _word() | {"alike": dict(alike)}
+    mine = local_rank_info()
     try:
-        call = _gather_words if place.rank == 0 else _answer
-        page, words, complaint = call(store, mine, place, timeout)
+        take_part = _collect if env.rank == 0 else _announce
+        found = take_part(store, env, mine, timeout, settings)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise LaunchError(f"{place}: the store of the job is gone, see rank 0: {reason}") from error
-    if missing := [rank for rank, word in enumerate(words) if word is None]:
-        raise LaunchError(f"{place}: ranks {missing} did not come within {timeout:g} s")
-    if complaint:
-        raise LaunchError(complaint)
-    return dist.PrefixStore(page, store), [word for word in words if word is not None]
+        raise LaunchError(f"{env}: the store of the job is gone, see rank 0: {reason}") from error
+    if missing := [rank for rank, info in enumerate(found.ranks) if info is None]:
+        raise LaunchError(f"{env}: ranks {missing} did not register within {timeout:g} s")
+    if found.problem:
+        raise LaunchError(found.problem)
+    return dist.PrefixStore(found.prefix, store), [info for info in found.ranks if info is not None]
 
 
-def _word() -> Word:
-    """What a rank says of itself; the word is how it knows its own."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return {
-        "word": secrets.token_hex(8),
-        "host": socket.gethostname(),
-        "cores": sorted(os.sched_getaffinity(0)),
-        "gpus": [str(torch.cuda.get_device_properties(index).uuid) for index in range(gpus)],
-    }
-
-
-def _gather_words(store: dist.Store, mine: Word, place: Place, timeout: float) -> Page:
-    """Open a page, and write on it what every rank said; None of those that did not come."""
-    page = f"oktopk/{mine['word']}"
-    store.set("oktopk/page", page)
-    missing = {rank: f"{page}/{rank}" for rank in range(1, place.size)}
-    words: list[Word | None] = [mine, *(None for _ in missing)]
+def _collect(
+    store: dist.Store,
+    env: RankEnvironment,
+    mine: RankInfo,
+    timeout: float,
+    settings: Mapping[str, object],
+) -> Round:
+    """On rank 0: open a round, read what the other ranks announce, and publish the result."""
+    prefix = f"oktopk/{mine.nonce}"
+    store.set(ROUND_KEY, prefix)
+    missing = {rank: f"{prefix}/{rank}" for rank in range(1, env.world_size)}
+    ranks: list[RankInfo | None] = [mine, *(None for _ in missing)]
+    given = {0: json.loads(json.dumps(dict(settings)))}  # as JSON returns it, like the others'
     deadline = time.monotonic() + timeout
     while missing and time.monotonic() < deadline:
         for rank in [rank for rank, key in missing.items() if store.check([key])]:
-            words[rank] = json.loads(store.get(missing.pop(rank)))
-        time.sleep(0.02)
-    # compared here and not sent on: P ranks would read the flags of P ranks
-    complaint = disagreement([word.pop("alike") for word in words if word is not None])
-    store.set(f"{page}/signed", json.dumps([words, complaint]))
-    if missing or complaint:
-        time.sleep(HEARD_SECONDS)
-    return page, words, complaint
+            info, given[rank] = json.loads(store.get(missing.pop(rank)))
+            ranks[rank] = RankInfo(**info)
+        time.sleep(POLL_SECONDS)
+    # settings are compared here and not published: P ranks would read the settings of P ranks
+    problem = _settings_problem([given[rank] for rank in sorted(given)])
+    infos = [None if info is None else asdict(info) for info in ranks]
+    store.set(f"{prefix}/ranks", json.dumps([infos, problem]))
+    if missing or problem:
+        time.sleep(READ_SECONDS)
+    return Round(prefix, ranks, problem)
 
 
-def _answer(store: dist.Store, mine: Word, place: Place, timeout: float) -> Page:
-    """Say one's word on the page that is open, until it is read out."""
-    deadline, answered = time.monotonic() + timeout + HEARD_SECONDS, ""
+def _announce(
+    store: dist.Store,
+    env: RankEnvironment,
+    mine: RankInfo,
+    timeout: float,
+    settings: Mapping[str, object],
+) -> Round:
+    """On other ranks: announce this rank in the current round until rank 0 has published it."""
+    deadline, announced = time.monotonic() + timeout + READ_SECONDS, ""
+    text = json.dumps([asdict(mine), dict(settings)])
     while time.monotonic() < deadline:
-        page = store.get("oktopk/page").decode() if store.check(["oktopk/page"]) else ""
-        if page != answered:
-            store.set(f"{page}/{place.rank}", json.dumps(mine))
-            answered = page
-        if page and store.check([f"{page}/signed"]):
-            words, complaint = json.loads(store.get(f"{page}/signed"))
-            own = words[place.rank] if place.rank < len(words) else None
-            if own and own["word"] == mine["word"]:  # else it is of an earlier life
-                return page, words, complaint
-        time.sleep(0.02)
-    raise LaunchError(f"{place}: rank 0 did not open the list within {timeout:g} s")
+        prefix = store.get(ROUND_KEY).decode() if store.check([ROUND_KEY]) else ""
+        if prefix != announced:
+            store.set(f"{prefix}/{env.rank}", text)
+            announced = prefix
+        if prefix and store.check([f"{prefix}/ranks"]):
+            infos, problem = json.loads(store.get(f"{prefix}/ranks"))
+            ranks = [None if info is None else RankInfo(**info) for info in infos]
+            own = ranks[env.rank] if env.rank < len(ranks) else None
+            if own is not None and own.nonce == mine.nonce:  # else it is of an earlier start
+                return Round(prefix, ranks, problem)
+        time.sleep(POLL_SECONDS)
+    raise LaunchError(f"{env}: rank 0 did not open the registration within {timeout:g} s")
 
 
-def disagreement(settings: list[dict[str, Any]]) -> str:
-    """What differs between the settings of the ranks and on which; empty if nothing does."""
-    lines = []
-    for name in dict.fromkeys(name for mine in settings for name in mine):
-        ranks: dict[str, list[int]] = {}
-        for rank, mine in enumerate(settings):
-            ranks.setdefault(json.dumps(mine[name]) if name in mine else "not set", []).append(rank)
-        if len(ranks) > 1:
-            shown = [f"{value} on {_named(its)}" for value, its in ranks.items()]
-            lines.append(f"{name} is {', '.join(shown[:SHOWN])}{', ...' * (len(shown) > SHOWN)}")
-    if not lines:
+def _settings_problem(settings: list[Mapping[str, object]]) -> str:
+    """Describe how the settings of the ranks differ; empty if they do not."""
+    found = differences(settings)
+    if not found:
         return ""
-    return f"the ranks were not started alike: {'; '.join(lines)}. Give all of them the same flags"
-
-
-def _named(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:SHOWN]))}{more}"
-
-
-def device_of(place: Place, signed: Signed) -> torch.device:
-    """This rank's GPU if every rank has one of its own, else the CPU; the same on all ranks."""
-    seen = [bool(word["gpus"]) for word in signed]
-    own = [_own_gpu(rank, signed) for rank in range(place.size)]
-    if (
-        None not in own
-        and len(set(zip([w["host"] for w in signed], own, strict=True))) == place.size
-    ):
-        return torch.device("cuda", signed[place.rank]["gpus"].index(own[place.rank]))
-    if any(seen) and place.rank == 0:
-        warnings.warn(
-            f"{sum(seen)} of {place.size} ranks see a GPU, but not one each: all run on CPUs",
-            stacklevel=2,
-        )
-    return torch.device("cpu")
-
-
-def _own_gpu(rank: int, signed: Signed) -> str | None:
-    """The only GPU a launcher left visible, or that of the rank's number on its host."""
-    gpus = signed[rank]["gpus"]
-    local = sum(word["host"] == signed[rank]["host"] for word in signed[:rank])
-    return gpus[0] if len(gpus) == 1 else gpus[local] if local < len(gpus) else None
-
-
-def threads(rank: int, signed: Signed) -> int:
-    """Cores per rank: a core that several ranks of a host may use is shared out among them."""
-    mine = signed[rank]
-    here = [word for word in signed if word["host"] == mine["host"]]
-    claims = Counter(core for word in here for core in word["cores"])
-    share = sum(1 / claims[core] for core in mine["cores"])
-    return max(1, int(min(share, _quota() / len(here)) + 1e-6))
-
-
-def _quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
-    """Cores that a container may use, whatever it sees."""
-    if not path.exists():
-        return float("inf")
-    limit, period = path.read_text().split()
-    return float("inf") if limit == "max" else int(limit) / int(period)
+    return f"the ranks were started with different settings: {found}. Give all ranks the same flags"

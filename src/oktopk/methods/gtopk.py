@@ -59,7 +59,7 @@ class Node:
         rank calls it in every round all the same: its sizes travel with those of all others.
         """
         device, dtype = self.like.values.device, self.like.values.dtype
-        num_incoming = self.comm.shift(num, target, source, device, stage=stage)
+        num_incoming = self.comm.send_recv_size(num, target, source, device, stage=stage)
         sizes = {}
         if source is not None:
             entry_range = EntryRange(num_incoming, 0, self.like.numel)

@@ -45,11 +45,11 @@ def probe_link(comm: Comm, device: torch.device, rounds: int = 3) -> Link:
     large = torch.zeros(max(4 * MEGABYTE // peers, 2**14), device=device)
     taken = []
     for x, repeats in ((small, 20), (large, rounds)):
-        comm.all_gather(x, stage="probe")
+        comm.all_gather_header(x, stage="probe")
         _synchronize(device)
         start = perf_counter()
         for _ in range(repeats):
-            comm.all_gather(x, stage="probe")
+            comm.all_gather_header(x, stage="probe")
         _synchronize(device)
         taken.append(max((perf_counter() - start) / repeats, 1e-9))
     latency, large_seconds = _slowest(taken, comm, device)
@@ -89,4 +89,4 @@ def _synchronize(device: torch.device) -> None:
 
 def _slowest(taken: list[float], comm: Comm, device: torch.device) -> list[float]:
     mine = to_device(taken, torch.float64, device)
-    return comm.all_gather(mine, stage="probe").amax(0).tolist()
+    return comm.all_gather_header(mine, stage="probe").amax(0).tolist()

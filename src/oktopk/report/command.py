@@ -21,7 +21,7 @@ from oktopk.report.times import times
 from oktopk.report.traffic import traffic
 from oktopk.runlog.reader import RunLog, read_runlog
 from oktopk.runlog.schema import MemoryRecord, ProbeRecord, RunRecord
-from oktopk.utils.units import size
+from oktopk.utils.units import format_bytes
 
 REPORT = "report.html"
 PLAIN = str | int | float | None
@@ -46,7 +46,7 @@ def command(args: argparse.Namespace) -> int:
     except OSError as error:
         sys.stderr.write(f"oktopk report: the report could not be written: {error}\n")
         return 1
-    sys.stdout.write(f"{path} ({size(path.stat().st_size)}): open it in a browser\n")
+    sys.stdout.write(f"{path} ({format_bytes(path.stat().st_size)}): open it in a browser\n")
     return 0
 
 
@@ -119,7 +119,7 @@ def _memory(runlog: RunLog) -> list[str]:
     if any(memory.gpu_allocated_peak for memory in ranks):
         names["gpu_allocated_peak"] = "GPU peak"
     rows = [
-        [f"rank {rank}", *(size(getattr(memory, name) or 0) for name in names)]
+        [f"rank {rank}", *(format_bytes(getattr(memory, name) or 0) for name in names)]
         for rank, memory in enumerate(ranks)
     ]
     return [table(["", *names.values()], rows)]
@@ -153,7 +153,7 @@ def _machine(runlog: RunLog) -> list[str]:
         return []
     machine = dict(info.machine or {})
     if machine.get("memory"):
-        machine["memory"] = size(machine["memory"])
+        machine["memory"] = format_bytes(machine["memory"])
     begun, *resumed = (run.time or "?" for run in runs)
     rows = [["begun", begun], *(["resumed", time] for time in resumed)]
     rows += [["ranks", info.size or "?"]]

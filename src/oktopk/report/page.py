@@ -19,7 +19,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from oktopk.utils.files import write_whole
+from oktopk.utils.files import write_atomically
 
 SIGNIFICANT_DIGITS = 5
 
@@ -47,7 +47,7 @@ class Section:
 
 def write_page(path: Path, title: str, opening: str, sections: Iterable[Section]) -> None:
     """Write a page to a temporary file and rename it. `opening` is HTML."""
-    write_whole(path, page(title, opening, sections))
+    write_atomically(path, page(title, opening, sections))
 
 
 def page(title: str, opening: str, sections: Iterable[Section]) -> str:

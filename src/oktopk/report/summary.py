@@ -10,7 +10,7 @@ from oktopk.runlog.aggregates import steady_steps, totals_of_all_ranks, totals_o
 from oktopk.runlog.reader import RunLog
 from oktopk.runlog.run_directory import has_checkpoint
 from oktopk.runlog.schema import STEP_PARTS, PhaseTotals, WarningRecord
-from oktopk.utils.units import clock, few, size
+from oktopk.utils.units import format_bytes, format_duration, list_some
 
 MAX_SHOWN = 8
 """Skipped steps and warnings that are listed."""
@@ -38,7 +38,7 @@ def problems(runlog: RunLog) -> list[str]:
         what = "step was" if len(skipped) == 1 else "steps were"
         found.append(
             f"{len(skipped)} {what} skipped by all ranks because a gradient was not finite: "
-            f"{few(skipped, MAX_SHOWN)}."
+            f"{list_some(skipped, MAX_SHOWN)}."
         )
     warnings = _warnings(runlog)
     found += [f"Warning: {text}" for text in warnings[:MAX_SHOWN]]
@@ -64,7 +64,7 @@ def _ending(runlog: RunLog) -> str:
             advice if has_checkpoint(runlog.directory) else ""
         )
     if end.how == "finished":
-        took = f" in {clock(end.seconds)}" if end.seconds is not None else ""
+        took = f" in {format_duration(end.seconds)}" if end.seconds is not None else ""
         return f"The run finished: {done} steps{took}."
     how = "was stopped" if end.how == "stopped" else "failed"
     return f"The run {how} at {of}: {end.text or 'no reason was recorded'}"
@@ -114,7 +114,7 @@ def _ratio(sums: PhaseTotals) -> str:
 
 
 def _sizes(sums: PhaseTotals) -> str:
-    return f"{size(sums.bytes_sent)} instead of {size(sums.bytes_dense)}"
+    return f"{format_bytes(sums.bytes_sent)} instead of {format_bytes(sums.bytes_dense)}"
 
 
 def _key_figures(runlog: RunLog) -> list[tuple[str, str, str]]:

@@ -70,7 +70,7 @@ def sum_over_ranks(totals: RunTotals, comm: Comm, device: torch.device) -> RunTo
     """The totals of this rank with the bytes of all ranks. Collective."""
     own = torch.tensor(totals.state(), dtype=torch.int64, device=device)
     summed = load_totals(totals.state())
-    summed.set_bytes([load_totals(comm.all_gather(own, stage="run").sum(0).tolist())])
+    summed.set_bytes([load_totals(comm.all_gather_header(own, stage="run").sum(0).tolist())])
     return summed
 
 

@@ -21,8 +21,8 @@ from oktopk.runlog.schema import (
     StepRecord,
     UnknownRecord,
 )
-from oktopk.utils.files import FileError, checked, parse_toml, read_text
-from oktopk.utils.units import few
+from oktopk.utils.files import FileError, convert, parse_toml, read_text
+from oktopk.utils.units import list_some
 
 MAX_LINE_BYTES = 64 * 2**20
 """A longer line is read in pieces, so that one without end does not fill the memory."""
@@ -89,7 +89,7 @@ def read_runlog(directory: Path) -> RunLog:
     if config.exists():
         try:
             values = parse_toml(read_text(config), CONFIG_FILE)
-            checked(values, KnownConfig, CONFIG_FILE)
+            convert(values, KnownConfig, CONFIG_FILE)
             runlog.config = values
         except FileError as error:
             runlog.problems.append(f"{CONFIG_FILE} could not be read: {error}")
@@ -118,7 +118,7 @@ def _add_lines(runlog: RunLog, lines: Iterable[bytes]) -> None:
             runlog.add(record)
     if damaged:
         noun, verb = ("line", "was") if len(damaged) == 1 else ("lines", "were")
-        numbers = few(damaged, MAX_LISTED)
+        numbers = list_some(damaged, MAX_LISTED)
         runlog.problems.append(
             f"{METRICS_FILE}: {noun} {numbers} could not be read and {verb} skipped"
         )

@@ -18,7 +18,7 @@ from oktopk.train.config import DEFAULT, FIELDS, load
 from oktopk.train.flags import add_flags as add_train_flags
 from oktopk.train.flags import with_flags
 from oktopk.train.run_process import exit_code_of
-from oktopk.utils.signals import interruptible
+from oktopk.utils.signals import raise_on_signals
 
 NAME = "sweep"
 TRIALS = 20
@@ -58,7 +58,7 @@ def command(args: argparse.Namespace) -> int:
         refuse_run(plan.folder)
         refuse_comparison(plan.folder)
         plan.folder.mkdir(parents=True, exist_ok=True)
-        with lock(plan.folder), interruptible(is_rank=False):
+        with lock(plan.folder), raise_on_signals():
             store_or_compare(plan)
             return sweep(plan, number, deadline, prune=not args.no_prune)
 

@@ -33,7 +33,7 @@ from oktopk.sweep.trial import Outcome, run_trial
 from oktopk.train.config import load
 from oktopk.train.console import print_line
 from oktopk.train.run_process import command_line, last_lines, log_of
-from oktopk.utils.files import write_whole
+from oktopk.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -119,8 +119,8 @@ def write_tables(plan: Plan, study: Study) -> tuple[list[Result], str]:
         own = {"runs": str(plan.folder.parent), "keep": load(plan.config).keep}
         line = command_line(replace(final, **own), plan.config)
     order = ranked(found)
-    write_whole(plan.folder / "table.md", markdown(as_table(order, plan.metric)))
-    write_whole(plan.folder / "table.json", json.dumps(as_plain(order), indent=1) + "\n")
+    write_atomically(plan.folder / "table.md", markdown(as_table(order, plan.metric)))
+    write_atomically(plan.folder / "table.json", json.dumps(as_plain(order), indent=1) + "\n")
     path = plan.folder / "sweep.html"
     write_report(path, found, plan.space, plan.metric, importances(study), line)
     return found, line

@@ -14,7 +14,7 @@ from oktopk.errors import RunError
 from oktopk.sweep.space import Range
 from oktopk.train.config import Config
 from oktopk.train.run_process import IRRELEVANT_SETTINGS
-from oktopk.utils.files import read_json, write_whole
+from oktopk.utils.files import read_json, write_atomically
 
 
 class StoredPlan(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ def store_or_compare(plan: Plan) -> None:
     own = {name: v for name, v in asdict(plan.base).items() if name not in IRRELEVANT_SETTINGS}
     now = StoredPlan(plan.metric, plan.space, own)
     if not path.exists():
-        write_whole(path, json.dumps(msgspec.to_builtins(now), indent=1) + "\n")
+        write_atomically(path, json.dumps(msgspec.to_builtins(now), indent=1) + "\n")
         return
     before = read_json(path, StoredPlan, advice="move the folder away, or give another --name")
     flat_before, flat_now = (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from oktopk.compare.results import METRICS, row
 from oktopk.runlog.reader import read_runlog
 from oktopk.sweep.study import values
-from oktopk.utils.units import size
+from oktopk.utils.units import format_bytes
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -84,7 +84,7 @@ def _cells(result: Result, names: list[str]) -> list[str]:
         "-" if result.metric is None else f"{result.metric:.3f}",
         *(f"{result.values[name]:g}" if name in result.values else "-" for name in names),
         str(result.steps),
-        size(result.bytes_sent),
+        format_bytes(result.bytes_sent),
         "-" if result.ratio is None else f"{result.ratio:.1f}",
         f"{result.minutes:.1f}",
     ]

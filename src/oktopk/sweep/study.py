@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from oktopk.sweep.space import Range
 from oktopk.train.config import Config
-from oktopk.utils.files import file_error, first_line
+from oktopk.utils.files import error_summary, file_error
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -50,7 +50,7 @@ def opened(folder: Path, seed: int) -> Iterator[Study]:
         )
         before = study.get_trials(deepcopy=False)
     except Exception as error:  # of SQLite, SQLAlchemy, Alembic or Optuna
-        problem = f"Optuna cannot open it ({first_line(error)})"
+        problem = f"Optuna cannot open it ({error_summary(error)})"
         advice = "move the folder away, or give another --name"
         raise file_error(path, problem, advice=advice) from error
     # a continued sweep must not draw the same values again; NumPy takes 32 bits

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from oktopk.comm.communicator import Comm
-from oktopk.comm.consistency import agree
+from oktopk.comm.consistency import check_consistency
 from oktopk.comm.replica_check import check_replicas
 from oktopk.errors import OthersError, ReplicaError, RunError
 from oktopk.train.config import Config
@@ -28,7 +28,7 @@ def shared_settings(config: Config, resume: bool) -> dict[str, Any]:
 def check_same_data(comm: Comm, device: torch.device, folder: str, fingerprint: str) -> None:
     """Raise on every rank if one has different recordings. Their paths may differ."""
     try:
-        agree(comm, device, {"the fingerprint of the data": fingerprint})
+        check_consistency(comm, device, {"the fingerprint of the data": fingerprint})
     except ValueError as error:
         raise RunError(
             f"the ranks have different recordings ({error}); this rank reads {folder}: give all "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from oktopk.utils.files import one_line
+from oktopk.utils.files import single_line
 from oktopk.utils.flags import MOST_SECONDS, MOST_WORKERS
 
 MANY = 10**8 - 1
@@ -87,7 +87,7 @@ def shown(value: Any) -> str:
         return f"a {type(value).__name__}"
     if isinstance(value, int) and abs(value) >= 10**50:
         return "a number of more than 50 digits"
-    text = one_line(repr(value))
+    text = single_line(repr(value))
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 

@@ -28,7 +28,7 @@ from oktopk.utils.files import (
     file_error,
     read_json,
     read_tensors,
-    write_whole,
+    write_atomically,
 )
 
 log = logging.getLogger("oktopk")
@@ -73,7 +73,7 @@ def save(
 
     def complete() -> None:
         # every rank writes the same content: nodes may or may not share the folder
-        write_whole(target / COMPLETE, msgspec.json.encode(info).decode())
+        write_atomically(target / COMPLETE, msgspec.json.encode(info).decode())
 
     all_or_raise(comm, device, failed, complete)
     return target
@@ -128,7 +128,7 @@ def _gather(mine: dict[str, FileInfo], comm: Comm, device: torch.device) -> dict
         info = mine.get(name, nothing)
         row += info.bytes.to_bytes(8, "little") + bytes.fromhex(info.sha256)
     own = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
-    rows = [bytes(row) for row in comm.all_gather(own, stage="checkpoint").tolist()]
+    rows = [bytes(row) for row in comm.all_gather_header(own, stage="checkpoint").tolist()]
     half = len(row) // 2
     parts = {COMMON: rows[0][:half]}
     parts |= {rank_file(rank): row[half:] for rank, row in enumerate(rows)}
@@ -175,7 +175,7 @@ def find(folder: Path, comm: Comm, device: torch.device) -> Path | None:
     good = sorted(step for step, path in steps.items() if _is_intact(path, comm))
     newest = torch.full((8,), -1, dtype=torch.int64)
     newest[: len(good[-8:])] = torch.tensor(good[-8:], dtype=torch.int64)
-    lists = comm.all_gather(newest.to(device), stage="checkpoint").tolist()
+    lists = comm.all_gather_header(newest.to(device), stage="checkpoint").tolist()
     common = set.intersection(*(set(steps) for steps in lists)) - {-1}
     if common:
         return step_folder(folder, max(common))

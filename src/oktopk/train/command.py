@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from oktopk.errors import RunError
-from oktopk.launch.local_workers import find_place, start_workers, workers_to_start
-from oktopk.launch.process_group import ALONE
+from oktopk.launch.local_workers import num_workers_to_start, run_local_workers
+from oktopk.launch.rank_environment import SINGLE_RANK, read_rank_environment
 from oktopk.runlog.run_directory import (
     CONFIG_FILE,
     check_writable,
@@ -35,14 +35,14 @@ def command(args: argparse.Namespace, argv: list[str], write_report: ReportWrite
     except ValueError as error:
         sys.stderr.write(f"oktopk train: {error}\n")
         return 2
-    place = find_place()
-    workers = workers_to_start(place, getattr(args, "workers", None), config.workers)
+    env = read_rank_environment()
+    workers = num_workers_to_start(env, getattr(args, "workers", None), config.workers)
     try:
-        if workers or place is None:  # ranks of a launcher must not fail one by one
+        if workers or env is None:  # ranks of a launcher must not fail one by one
             check_before_start(config)
         if workers:
             return run_workers(workers, argv, config, args.resume)
-        return run_worker(config, place or ALONE, args.resume, given(args), write_report)
+        return run_worker(config, env or SINGLE_RANK, args.resume, given(args), write_report)
     except (RunError, FileError, OSError) as error:
         sys.stderr.write(f"oktopk train: {error}\n")
         return 1
@@ -76,7 +76,7 @@ def run_workers(workers: int, argv: list[str], config: Config, resume: bool) -> 
     """Start local workers and wait for them. Advise --resume if the failed run can be resumed."""
     runs = Path(config.runs)
     before = latest_number(runs, config.name)
-    code = start_workers(workers, argv)
+    code = run_local_workers(workers, argv)
     failed = code and code not in EXPECTED_EXIT_CODES
     if failed and not resume and latest_resumable(runs, config.name) > before:
         sys.stderr.write(f"oktopk train: {RESUME_ADVICE}\n")

@@ -31,7 +31,7 @@ from oktopk.utils.files import (
     parse_toml,
     read_text,
 )
-from oktopk.utils.units import few
+from oktopk.utils.units import list_some
 from oktopk.wire.codec import CodecName
 
 SHIPPED = Path(__file__).parent / "configs"
@@ -218,7 +218,7 @@ def parse(text: str, name: str, path: str, whole: bool = False) -> Config:
     if whole and missing:
         raise file_error(
             path,
-            f"{len(missing)} of {len(FIELDS)} settings are missing ({few(missing, 3)})",
+            f"{len(missing)} of {len(FIELDS)} settings are missing ({list_some(missing, 3)})",
             advice="add them, or start another run with --name",
         )
     values.setdefault("name", name)

@@ -8,7 +8,7 @@ import time
 
 from oktopk.runlog.aggregates import RunTotals
 from oktopk.runlog.schema import OVERLAPPED_PARTS, STEP_PARTS, EpochRecord, StepRecord
-from oktopk.utils.units import clock
+from oktopk.utils.units import format_duration
 
 
 class LineHandler(logging.Handler):
@@ -52,7 +52,7 @@ class ProgressBar:
             self._progress.update(self._task, completed=done, description=self._text(record))
         elif done % self._every == 0 or done == self._total:
             per_step = (time.monotonic() - self._started) / (done - self._first)
-            left = clock(per_step * (self._total - done))
+            left = format_duration(per_step * (self._total - done))
             print_line(f"step {done}/{self._total}  {self._text(record)}  {left} left")
 
     def _text(self, record: StepRecord) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from oktopk.comm.process_groups import watched
+from oktopk.comm.process_groups import monitored
 from oktopk.runlog.schema import OVERLAPPED_PARTS, STEP_PARTS, EpochRecord
 from oktopk.train.all_or_raise import check_same_weights
 from oktopk.train.data.batches import plan
@@ -22,7 +22,7 @@ from oktopk.train.validate import Validation, is_validated, validate
 def train(run: Run, recorder: Recorder, stop: StopRequest, directory: Path) -> Validation | None:
     """Train all epochs that are left. Returns the last validation; None when none was left."""
     last = None
-    with watched():
+    with monitored():
         while run.progress.epoch < run.config.epochs and not finished(run):
             last = train_epoch(run, recorder, stop, directory) or last
     return last
@@ -123,5 +123,5 @@ def validate_run(run: Run) -> Validation:
 def _train_loss(run: Run) -> float | None:
     """Mean loss of the epoch over all ranks and batches; None when all steps were skipped."""
     own = torch.tensor([run.progress.loss_sum, run.progress.loss_count], dtype=torch.float64)
-    loss, count = run.comm.all_gather(own.to(run.device), stage="run").sum(0).tolist()
+    loss, count = run.comm.all_gather_header(own.to(run.device), stage="run").sum(0).tolist()
     return loss / count if count else None

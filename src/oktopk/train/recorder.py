@@ -148,7 +148,7 @@ class Recorder:
         row += [float(value) for value in msgspec.structs.astuple(memory_usage(run.device))]
         row += [step.loss if step.loss is not None else float("nan") for step in steps]
         own = torch.tensor(row, dtype=torch.float64, device=run.device)
-        rows = run.comm.all_gather(own, stage="run")
+        rows = run.comm.all_gather_header(own, stage="run")
         sizes = [1, len(TIMED_PARTS), len(fields), len(steps)]
         stop, seconds, memory, losses = rows.split(sizes, 1)
         self._stop.share(stop.max().item() > 0)

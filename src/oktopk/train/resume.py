@@ -25,7 +25,7 @@ from oktopk.train.config import HARMLESS, Config, changes, parse, to_toml
 from oktopk.train.flags import as_flag
 from oktopk.train.recorder import Recorder
 from oktopk.train.setup import Run
-from oktopk.utils.files import checked, file_error, one_line
+from oktopk.utils.files import convert, file_error, single_line
 
 log = logging.getLogger("oktopk")
 
@@ -95,7 +95,7 @@ def save(run: Run, recorder: Recorder, directory: Path) -> None:
         }
     folder = directory / CHECKPOINT_FOLDER
     checkpoint.save(folder, run.progress.step, contents, run.comm, run.device)
-    if run.place.local_rank == 0:
+    if run.env.local_rank == 0:
         checkpoint.prune(folder, run.config.keep)
 
 
@@ -139,9 +139,9 @@ def _read(run: Run, path: Path) -> tuple[checkpoint.CheckpointInfo, CommonState,
     info, common, ranks = checkpoint.load(path, run.comm)
     advice = f"to resume from an earlier checkpoint, move {path} away"
     common_name, *names = checkpoint.files_to_read(info, run.comm)
-    common_state = checked(common, CommonState, path / common_name, advice)
+    common_state = convert(common, CommonState, path / common_name, advice)
     states = [
-        checked(content, RankState, path / name, advice)
+        convert(content, RankState, path / name, advice)
         for content, name in zip(ranks, names, strict=True)
     ]
     for state, name in zip(states, names, strict=True):
@@ -160,7 +160,7 @@ def _as_checkpoint_error(path: Path) -> Iterator[None]:
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} does not fit this run ({one_line(error)}): to resume from an earlier "
+            f"{path} does not fit this run ({single_line(error)}): to resume from an earlier "
             "checkpoint, move it away"
         ) from error
 

@@ -12,8 +12,8 @@ import torch
 
 from oktopk.comm.communicator import Comm
 from oktopk.errors import RunError
-from oktopk.launch.local_workers import Place, joined
-from oktopk.launch.process_group import comm_of_job
+from oktopk.launch.process_group import job_comm, job_process_group
+from oktopk.launch.rank_environment import RankEnvironment
 from oktopk.runlog.aggregates import RunTotals, sum_over_ranks
 from oktopk.runlog.run_directory import (
     CHECKPOINT_FOLDER,
@@ -36,7 +36,7 @@ from oktopk.train.stop import StopRequest
 from oktopk.train.summary import summary
 from oktopk.train.validate import Validation
 from oktopk.train.warning_collector import WarningCollector
-from oktopk.utils.files import write_whole
+from oktopk.utils.files import write_atomically
 
 log = logging.getLogger("oktopk")
 RESUME_ADVICE = "the same command with --resume continues from the last checkpoint"
@@ -46,37 +46,37 @@ ReportWriter = Callable[[Path], object]
 
 def run_worker(
     config: Config,
-    place: Place,
+    env: RankEnvironment,
     resume: bool,
     given: Collection[str],
     write_report: ReportWriter | None = None,
 ) -> int:
     """Join the process group, train, and print a summary on rank 0. Returns the exit code."""
     logging.basicConfig(
-        level=logging.INFO if place.rank == 0 else logging.WARNING,
+        level=logging.INFO if env.rank == 0 else logging.WARNING,
         format="%(message)s",
         handlers=[LineHandler()],
     )
     started = time.monotonic()
-    with joined(place, config.timeout, shared_settings(config, resume)) as device:
-        directory, result, totals = run_training(config, device, place, resume, given, write_report)
-    if place.rank == 0:
-        print_line(summary(result, totals, time.monotonic() - started, directory, place.size))
+    with job_process_group(env, config.timeout, shared_settings(config, resume)) as device:
+        directory, result, totals = run_training(config, device, env, resume, given, write_report)
+    if env.rank == 0:
+        print_line(summary(result, totals, time.monotonic() - started, directory, env.world_size))
     return 0
 
 
 def run_training(
     config: Config,
     device: torch.device,
-    place: Place,
+    env: RankEnvironment,
     resume: bool,
     given: Collection[str] = (),
     write_report: ReportWriter | None = None,
 ) -> tuple[Path, Validation | None, RunTotals]:
     """Train in a run directory. On resume only the settings in `given` may have changed."""
-    comm, started = comm_of_job(config.timeout), time.monotonic()
+    comm, started = job_comm(config.timeout), time.monotonic()
     with WarningCollector() as warnings:
-        run = set_up(config, comm, device, place)  # first: a failure here leaves no directory
+        run = set_up(config, comm, device, env)  # first: a failure here leaves no directory
         try:
             with (
                 open_run_directory(config, comm, device, resume) as directory,
@@ -95,7 +95,7 @@ def run_training(
 def write_config(run: Run, directory: Path) -> None:
     """Write the settings of the run, on rank 0."""
     if run.comm.rank == 0:
-        write_whole(directory / CONFIG_FILE, to_toml(run.config))
+        write_atomically(directory / CONFIG_FILE, to_toml(run.config))
 
 
 def run_recorded(

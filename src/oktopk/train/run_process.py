@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
@@ -11,9 +10,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from oktopk.errors import RunError
-from oktopk.launch.local_workers import AFTER_SIGNAL, LaunchError, find_place
-from oktopk.launch.parent_watchdog import LINE, lifeline
+from oktopk.errors import LaunchError, RunError
+from oktopk.launch.child_process import start_child, stop_children
+from oktopk.launch.local_workers import AFTER_SIGNAL_SECONDS
+from oktopk.launch.parent_watchdog import parent_pipe
+from oktopk.launch.rank_environment import read_rank_environment
 from oktopk.runlog.reader import RunLog, read_runlog
 from oktopk.runlog.run_directory import METRICS_FILE
 from oktopk.runlog.schema import Record
@@ -21,8 +22,8 @@ from oktopk.runlog.tail import RunLogTail
 from oktopk.train.config import Config, changes, load
 from oktopk.train.flags import as_flag
 
-SECONDS_TO_SAVE = AFTER_SIGNAL + 10.0
-"""Seconds that a run has to save and exit; its workers have AFTER_SIGNAL of them."""
+SECONDS_TO_SAVE = AFTER_SIGNAL_SECONDS + 10.0
+"""Seconds that a run has to save and exit; its workers have AFTER_SIGNAL_SECONDS of them."""
 POLL_SECONDS = 0.5
 ALWAYS_GIVEN = ("runs", "name", "workers")
 """Flags that are always given. Without --workers, a launcher with one rank would set it."""
@@ -80,7 +81,7 @@ def train_in_process(config: Config, base: str, should_stop: ShouldStop | None =
     return RunResult(code, read_runlog(directory_of(config)))
 
 
-def _watch(process: subprocess.Popen, config: Config, should_stop: ShouldStop) -> int | None:
+def _watch(process: subprocess.Popen[bytes], config: Config, should_stop: ShouldStop) -> int | None:
     tail = RunLogTail(directory_of(config) / METRICS_FILE)
     while True:
         code = process.poll()  # before the records are read: nothing is written after the end
@@ -92,43 +93,20 @@ def _watch(process: subprocess.Popen, config: Config, should_stop: ShouldStop) -
 
 
 @contextmanager
-def started(config: Config, base: str, log: Path) -> Iterator[subprocess.Popen]:
+def started(config: Config, base: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start `oktopk train --resume` with its output in a file, and end it with the block.
 
     The process has a session of its own, so that Ctrl-C reaches only this process, which passes it
     on once. The parent watchdog ends it when this process is killed.
     """
     command = [sys.executable, "-m", "oktopk", "train", *flags(config, base), "--resume"]
-    with lifeline() as line:
+    with parent_pipe() as pipe:
         with log.open("ab") as output:
-            process = subprocess.Popen(
-                command,
-                env={**os.environ, LINE: str(line)},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=[line],
-                start_new_session=True,
-            )
+            process = start_child(command, pipe, stdout=output, stderr=output)
         try:
             yield process
         finally:
-            end(process)
-
-
-def end(process: subprocess.Popen, seconds: float = SECONDS_TO_SAVE) -> None:
-    """Ask a run to save and exit, and kill it if it does not. Its workers exit with it."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:  # also if Ctrl-C comes again while waiting
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+            stop_children([process], SECONDS_TO_SAVE)
 
 
 def last_lines(log: Path) -> str:
@@ -152,9 +130,9 @@ def exit_code_of(what: str, act: Callable[[], int]) -> int:
 
 def _refuse_launchers(what: str) -> None:
     """Raise if a launcher started this command on several ranks: it starts workers itself."""
-    place = find_place()
-    if place is not None and place.size > 1:
+    env = read_rank_environment()
+    if env is not None and env.world_size > 1:
         raise LaunchError(
-            f"{what} starts its workers itself, and this is {place}: start it once, without a "
+            f"{what} starts its workers itself, and this is {env}: start it once, without a "
             "launcher"
         )

@@ -18,7 +18,7 @@ import oktopk
 from oktopk.adapters.ddp.handle import Handle
 from oktopk.comm.communicator import Comm
 from oktopk.errors import RunError
-from oktopk.launch.local_workers import Place
+from oktopk.launch.rank_environment import RankEnvironment
 from oktopk.runlog.aggregates import RunTotals
 from oktopk.runlog.schema import ProbeRecord
 from oktopk.train.all_or_raise import all_or_raise, check_same_data
@@ -83,7 +83,7 @@ class Run:
     config: Config
     comm: Comm
     device: torch.device
-    place: Place
+    env: RankEnvironment
     corpus: Corpus
     model: Lstman4
     ddp: DistributedDataParallel
@@ -112,13 +112,15 @@ def synthetic_corpus(config: Config) -> Path:
     return DATA / f"spoken-{config.spoken_train}-{config.spoken_test}"
 
 
-def prepare_corpus(config: Config, comm: Comm, device: torch.device, place: Place) -> Corpus:
+def prepare_corpus(
+    config: Config, comm: Comm, device: torch.device, env: RankEnvironment
+) -> Corpus:
     """Synthesize a corpus if there is none, check it, compute spectrograms; once per machine."""
     folder = Path(config.data) if config.data else synthetic_corpus(config)
     cache = Path(config.cache) if config.cache else folder / "cache"
 
     def first() -> Corpus | None:
-        if place.local_rank != 0:
+        if env.local_rank != 0:
             return None
         if not config.data and not folder.exists():
             log.info("synthesizing a corpus in %s", folder)
@@ -198,9 +200,9 @@ def make_probe(config: Config, model: Lstman4, handle: Handle, comm: Comm) -> Pr
     return Probe(config.probe_every, dict(model.named_parameters()), handle, comm)
 
 
-def set_up(config: Config, comm: Comm, device: torch.device, place: Place) -> Run:
+def set_up(config: Config, comm: Comm, device: torch.device, env: RankEnvironment) -> Run:
     """Set up everything. DDP gives every rank the weights of rank 0."""
-    corpus = prepare_corpus(config, comm, device, place)
+    corpus = prepare_corpus(config, comm, device, env)
     per_step = config.batch * comm.size * config.accumulate
     steps_per_epoch = len(corpus.train) // per_step
     if steps_per_epoch == 0:
@@ -236,7 +238,7 @@ def set_up(config: Config, comm: Comm, device: torch.device, place: Place) -> Ru
         config=config,
         comm=comm,
         device=device,
-        place=place,
+        env=env,
         corpus=corpus,
         model=model,
         ddp=ddp,

@@ -9,11 +9,9 @@
 
 from __future__ import annotations
 
-import signal
-
 from oktopk.errors import StoppedError
+from oktopk.utils.signals import SignalFlag
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MAX_SECONDS_BETWEEN_CHECKS = 5.0
 """Longest time, in whole steps, until all ranks know that one was asked to stop."""
 
@@ -22,28 +20,23 @@ class StopRequest:
     """Turns the first stop signal in its block into a flag that ranks share."""
 
     def __init__(self) -> None:
-        self.requested = False
-        """Whether this rank received a signal."""
-
         self.agreed = False
         """Whether every rank knows that one of them received a signal."""
 
-        self._handlers: dict[int, signal._HANDLER] = {}
+        self._signal: SignalFlag | None = None
+
+    @property
+    def requested(self) -> bool:
+        """Whether this rank received a signal."""
+        return self._signal is not None and self._signal.received
 
     def __enter__(self) -> StopRequest:
-        self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        self._signal = SignalFlag()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore_handlers()
-
-    def _on_signal(self, *_: object) -> None:
-        self.requested = True
-        self._restore_handlers()
-
-    def _restore_handlers(self) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        if self._signal is not None:
+            self._signal.close()
 
     def share(self, any_rank: bool) -> None:
         """Take in whether any rank has the flag set. Every rank calls it with the same value."""

@@ -7,14 +7,14 @@ from pathlib import Path
 from oktopk.runlog.aggregates import RunTotals
 from oktopk.runlog.schema import PhaseTotals
 from oktopk.train.validate import Validation
-from oktopk.utils.units import clock, size
+from oktopk.utils.units import format_bytes, format_duration
 
 
 def summary(
     result: Validation | None, totals: RunTotals, seconds: float, directory: Path, workers: int
 ) -> str:
     """Error rates, bytes by phase compared with dense, the time, and where the files are."""
-    lines = [f"finished in {clock(seconds)}"]
+    lines = [f"finished in {format_duration(seconds)}"]
     if result is None:
         lines.append("nothing was left to do: raise --epochs or --max-steps to train longer")
     else:
@@ -37,5 +37,5 @@ def summary(
 def _row(name: str, sums: PhaseTotals) -> str:
     each = f"{sums.microseconds / sums.steps / 1e3:.0f}" if sums.steps else "-"
     ratio = f"{sums.bytes_dense / sums.bytes_sent:.1f}x" if sums.bytes_sent else "-"
-    sent, dense = size(sums.bytes_sent), size(sums.bytes_dense)
+    sent, dense = format_bytes(sums.bytes_sent), format_bytes(sums.bytes_dense)
     return f"{name:12} {sums.steps:6} {each:>8} {sent:>10} {dense:>10} {ratio:>7}"

@@ -1,1 +1,1 @@
-"""Small helpers without a place of their own: files, arguments, signals, time limits, devices."""
+"""Helpers that know nothing of the rest of the project."""

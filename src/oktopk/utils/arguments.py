@@ -1,4 +1,4 @@
-"""Arguments of wrong types, refused by name where they are given."""
+"""Checks of arguments. Each raises TypeError or ValueError with the argument's name and value."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from numbers import Real
 from typing import Any
 
 
-def shown(value: Any) -> str:
-    """A value for an error message: its type where its text would be long."""
+def short_repr(value: Any) -> str:
+    """Return a value as text for an error message; only its type if the text would be long."""
     text = reprlib.repr(value).replace("\n", " ")
     return text if len(text) <= 60 else f"a {type(value).__name__}"
 
 
 def integer(name: str, value: Any, *, least: int, most: int = 2**62) -> int:
-    """A whole number in a range."""
+    """Return the value as an int if it is a whole number from `least` to `most`."""
     try:
         number = operator.index(value)
     except (TypeError, RuntimeError):  # RuntimeError: a tensor without data
-        raise TypeError(f"{name} must be a whole number, got {shown(value)}") from None
+        raise TypeError(f"{name} must be a whole number, got {short_repr(value)}") from None
     if not least <= number <= most:
         limit = f"{least} or more" if number < least else f"at most {most}"
-        raise ValueError(f"{name} must be {limit}, got {shown(number)}")
+        raise ValueError(f"{name} must be {limit}, got {short_repr(number)}")
     return number
 
 
 def number(name: str, value: Any, allowed: str) -> float:
-    """A number, NaN and Inf among them; `allowed` says which ones will do."""
+    """Return a number as a float, NaN and Inf too; `allowed` describes it in the error."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be {allowed}, got {shown(value)}")
+        raise TypeError(f"{name} must be {allowed}, got {short_repr(value)}")
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{name} must be {allowed}, got {shown(value)}") from None
+        raise ValueError(f"{name} must be {allowed}, got {short_repr(value)}") from None
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False."""
+    """Return the value if it is True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+        raise TypeError(f"{name} must be True or False, got {short_repr(value)}")
     return value
 
 
 def choice(name: str, value: Any, allowed: Collection[str]) -> str:
-    """One of several words."""
+    """Return the value if it is one of the allowed strings."""
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {shown(value)}")
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {short_repr(value)}")
     return value

@@ -1,4 +1,4 @@
-"""Packages that only some commands need, and how to install them."""
+"""Packages that only some commands need: checks that they are there, and how to install them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EXTRAS = {
     **dict.fromkeys(("optuna", "sklearn"), "sweep"),
     "matplotlib": "plots",
 }
-"""Package, and the extra of this project that installs it."""
+"""Which extra of this project installs a package."""
 
 _TRAIN = ("soundfile", "jiwer", "tensorboard", "rich", "plotly")
 NEEDED = {
@@ -21,7 +21,7 @@ NEEDED = {
     "watch": ("rich",),
     "data": ("soundfile",),
 }
-"""What each command cannot do without; it is asked for before the command does anything."""
+"""Which packages each command needs. They are checked before the command does anything."""
 
 
 class MissingPackageError(ImportError):
@@ -29,14 +29,14 @@ class MissingPackageError(ImportError):
 
 
 def require(what: str, *packages: str) -> None:
-    """Raise `MissingPackageError` for those of the packages that are not installed."""
+    """Raise `MissingPackageError` if some of the packages are not installed; `what` needs them."""
     missing = [name for name in packages if not _installed(name)]
     if missing:
         raise missing_packages(what, *missing)
 
 
 def missing_packages(what: str, *missing: str) -> MissingPackageError:
-    """The error that says what to install."""
+    """Return the error that says what to install."""
     extras = ",".join(dict.fromkeys(EXTRAS.get(name, "train") for name in missing))
     verb = "is" if len(missing) == 1 else "are"
     return MissingPackageError(

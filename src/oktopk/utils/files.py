@@ -1,7 +1,7 @@
-"""Reading files that somebody else may have written or damaged, and writing files whole.
+"""Reading files that others may have written or damaged, and writing files atomically.
 
-Every reader checks what it reads and raises `FileError`, which names the file, the place in it and
-what to do. A writer leaves the old file or the new one, never a part.
+Every reader checks what it reads. It raises `FileError`, which names the file, the place in it and
+what to do.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 
 T = TypeVar("T")
 
-MOST_BYTES = 64 * 2**20
+MAX_BYTES = 64 * 2**20
 """The largest text file that is read into memory."""
-SHOWN = 300
-"""Characters of another library's message that are passed on."""
+MAX_SHOWN = 300
+"""How many characters of another library's message are shown."""
 
 
 class FileError(ValueError):
@@ -31,25 +31,25 @@ class FileError(ValueError):
 
 
 def file_error(path: Path | str, problem: str, *, place: str = "", advice: str = "") -> FileError:
-    """The error for a file, with the place in it and what to do where they are known."""
+    """Return the error for a file, with the place in it and what to do where they are known."""
     where = f"{path}: {place}" if place else str(path)
-    return FileError(f"{where}: {one_line(problem)}" + (f"; {advice}" if advice else ""))
+    return FileError(f"{where}: {single_line(problem)}" + (f"; {advice}" if advice else ""))
 
 
-def one_line(text: object) -> str:
-    """Any text as one line of limited length; what cannot be printed is escaped."""
+def single_line(text: object) -> str:
+    """Return any text as one line of limited length; what cannot be printed is escaped."""
     line = " ".join(str(text).encode("utf-8", "backslashreplace").decode().split())
-    return line if len(line) <= SHOWN else f"{line[:SHOWN]}..."
+    return line if len(line) <= MAX_SHOWN else f"{line[:MAX_SHOWN]}..."
 
 
-def first_line(error: Exception) -> str:
-    """The type of an error and the first line of what it says."""
+def error_summary(error: Exception) -> str:
+    """Return the type of an error and the first line of its message."""
     lines = str(error).splitlines() or [""]
-    return one_line(f"{type(error).__name__}: {lines[0]}")
+    return single_line(f"{type(error).__name__}: {lines[0]}")
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a file. A name longer than the file system allows is not an error."""
+    """Whether the file exists. A name that is too long for the file system is not an error."""
     try:
         return path.is_file()
     except OSError as error:
@@ -58,8 +58,8 @@ def is_file(path: Path) -> bool:
         raise
 
 
-def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """The content of a regular file of at most `most` bytes: a device or a pipe may never end."""
+def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
+    """Return the content of a regular file of at most `most` bytes. Pipes may never end."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -77,8 +77,8 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     return content
 
 
-def read_text(path: Path, most: int = MOST_BYTES) -> str:
-    """The content as UTF-8, without a byte order mark."""
+def read_text(path: Path, most: int = MAX_BYTES) -> str:
+    """Return the content of a UTF-8 file, without a byte order mark."""
     content = read_bytes(path, most)
     try:
         return content.decode("utf-8-sig")
@@ -89,7 +89,7 @@ def read_text(path: Path, most: int = MOST_BYTES) -> str:
 
 
 def parse_toml(text: str, path: Path | str) -> dict[str, Any]:
-    """The values of a TOML text, which came from `path`."""
+    """Return the values of a TOML text that was read from `path`."""
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting
@@ -97,35 +97,35 @@ def parse_toml(text: str, path: Path | str) -> dict[str, Any]:
 
 
 def read_json(path: Path, kind: type[T], advice: str = "") -> T:
-    """The JSON of a file as `kind`: a msgspec struct or any annotation that msgspec knows."""
+    """Return the JSON of a file as `kind`: a msgspec struct or any type that msgspec knows."""
     content = read_bytes(path)
     try:
         return msgspec.json.decode(content, type=kind)
     except (ValueError, RecursionError) as error:
-        problem, place = _told(error)
+        problem, place = _problem_and_place(error)
         raise file_error(path, problem, place=place, advice=advice) from error
 
 
-def checked(value: Any, kind: type[T], path: Path | str, advice: str = "") -> T:
-    """A value that was read from `path`, once it has the types of `kind`."""
+def convert(value: Any, kind: type[T], path: Path | str, advice: str = "") -> T:
+    """Return a value that was read from `path` as `kind`; raise FileError if the types differ."""
     try:
         return msgspec.convert(value, kind)
     except (AttributeError, TypeError) as error:  # of an object that msgspec takes for a mapping
-        problem = f"holds an object of an unexpected type ({first_line(error)})"
+        problem = f"holds an object of an unexpected type ({error_summary(error)})"
         raise file_error(path, problem, advice=advice) from error
     except (ValueError, RecursionError) as error:
-        problem, place = _told(error)
+        problem, place = _problem_and_place(error)
         raise file_error(path, problem, place=place, advice=advice) from error
 
 
-def _told(error: Exception) -> tuple[str, str]:
-    """What msgspec says is wrong, and where: it writes "Expected `int` - at `$.step`"."""
+def _problem_and_place(error: Exception) -> tuple[str, str]:
+    """Split an error of msgspec, such as "Expected `int` - at `$.step`", into problem and place."""
     problem, _, place = str(error).partition(" - at ")
     return problem, place.replace("`", "").removeprefix("$.").replace("$", "the whole file")
 
 
 def read_tensors(path: Path) -> Any:
-    """What `torch.save` wrote: tensors and plain values only, never code, on the CPU."""
+    """Load what `torch.save` wrote, to the CPU: tensors and plain values only, never code."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -134,12 +134,12 @@ def read_tensors(path: Path) -> Any:
         problem = "is damaged, or holds more than tensors and plain values (weights_only)"
         raise file_error(path, problem) from error
     except Exception as error:  # a damaged pickle or archive may raise any exception
-        problem = f"is damaged, or was not written by torch.save ({first_line(error)})"
+        problem = f"is damaged, or was not written by torch.save ({error_summary(error)})"
         raise file_error(path, problem) from error
 
 
-def write_whole(path: Path, content: str) -> None:
-    """Write a file so that a full disk or a crash leaves the one that was there before."""
+def write_atomically(path: Path, content: str) -> None:
+    """Write a file so that after a full disk or a crash the previous one is still there."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         with draft.open("x", encoding="utf-8", errors="backslashreplace") as file:

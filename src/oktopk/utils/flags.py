@@ -1,4 +1,4 @@
-"""Numbers on the command line, with the range they must be in."""
+"""Numbers on the command line, and the ranges that they must be in."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TypeVar
 Number = TypeVar("Number", int, float)
 
 MOST_WORKERS = 1024
-"""Processes that a command starts on one machine."""
+"""The most processes that a command starts on one machine."""
 MOST_SECONDS = 7 * 24 * 3600.0
-"""A week: nobody waits longer, and clocks of the network libraries overflow beyond years."""
+"""The longest time limit, a week. Clocks in network libraries overflow after years."""
 
 
-def between(kind: type[Number], least: Number, most: Number) -> Callable[[str], Number]:
-    """The `type` of a flag: a number from `least` to `most`."""
+def number_in_range(kind: type[Number], least: Number, most: Number) -> Callable[[str], Number]:
+    """Return a function for the `type` of a flag: it accepts numbers from `least` to `most`."""
 
     def convert(text: str) -> Number:
         value = kind(text)
@@ -23,5 +23,5 @@ def between(kind: type[Number], least: Number, most: Number) -> Callable[[str], 
             raise argparse.ArgumentTypeError(f"must be from {least:g} to {most:g}, got {text[:40]}")
         return value
 
-    convert.__name__ = kind.__name__  # argparse names it where the text is not a number at all
+    convert.__name__ = kind.__name__  # argparse names it if the text is not a number
     return convert

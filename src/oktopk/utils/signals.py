@@ -1,8 +1,18 @@
-"""SIGINT and SIGTERM end a command with one line and exit code 128 + number, at any moment.
+"""SIGINT and SIGTERM: everything that handles them does it with the functions here.
 
-A command that starts processes ends them first. A rank is not a command: what starts it speaks for
-it, and SIGTERM must end it even where it waits in C++, so the defaults hold until the trainer takes
-over.
+A command ends with one line and exit code 128 + number, at any moment. Four things may happen in
+the course of it, and each function sets one of them:
+
+- `exit_on_signals`: the process exits at once, while modules are imported.
+- `raise_on_signals`: InterruptedBySignal is raised, so that a command stops the processes that it
+  started.
+- `record_signals`: they are collected in a list. The launcher passes them on to its workers.
+- `SignalFlag`: the first one is noted, so that the trainer saves a checkpoint; a second one does
+  what it did before.
+
+A rank is not a command: the process that started it prints the line, and SIGTERM must end the rank
+even where it waits in C++. So a rank has the defaults (`default_on_signals`) until the trainer
+makes a `SignalFlag`.
 """
 
 from __future__ import annotations
@@ -10,67 +20,122 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-STOPS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+Handler = Callable[[int, FrameType | None], Any] | signal.Handlers | int | None
+"""What `signal.signal` takes and returns."""
 
 
 class InterruptedBySignal(KeyboardInterrupt):
-    """Somebody asked this process to end."""
+    """A signal asked this process to end."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"interrupted by {name_of(number)}")
+        super().__init__(f"interrupted by {signal_name(number)}")
         self.number = number
 
 
-def name_of(number: int) -> str:
+def signal_name(number: int) -> str:
+    """Return `SIGTERM` for 15, and so on."""
     return signal.Signals(number).name
 
 
-def is_command() -> bool:
+@contextmanager
+def signal_handlers(handlers: Mapping[int, Handler]) -> Iterator[None]:
+    """Install handlers by number, and restore the previous ones after the block."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def exit_on_signals() -> None:
+    """Exit at once with one line, without cleaning up: while modules are imported, for seconds."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        # not an exception: a module that is being imported may catch any of them
+        os.write(2, f"oktopk: interrupted by {signal_name(number)}\n".encode())
+        os._exit(128 + number)
+
+    for number in _not_ignored():
+        signal.signal(number, leave)
+
+
+@contextmanager
+def raise_on_signals() -> Iterator[None]:
+    """Raise InterruptedBySignal in the block when a signal arrives."""
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        raise InterruptedBySignal(number)
+
+    with signal_handlers(dict.fromkeys(_not_ignored(), interrupt)):
+        yield
+
+
+@contextmanager
+def default_on_signals() -> Iterator[None]:
+    """Give SIGINT and SIGTERM Python's defaults in the block."""
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    with signal_handlers({number: defaults[number] for number in _not_ignored()}):
+        yield
+
+
+@contextmanager
+def record_signals() -> Iterator[list[int]]:
+    """Collect the numbers of the signals that arrive in the block, in a list."""
+    received: list[int] = []
+
+    def record(number: int, _: FrameType | None) -> None:
+        received.append(number)
+
+    with signal_handlers(dict.fromkeys(STOP_SIGNALS, record)):
+        yield received
+
+
+class SignalFlag:
+    """Notes the first signal that arrives, from its creation until `close`.
+
+    A second signal does what it did before: it ends the process, even one that hangs while it
+    saves.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+        """Whether a signal arrived."""
+        self._before = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
+
+    def close(self) -> None:
+        """Restore the previous handlers, once."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _receive(self, *_: object) -> None:
+        self.received = True
+        self.close()
+
+
+def report_interrupt(error: KeyboardInterrupt) -> int:
+    """Print which signal ended the command, unless this is a rank; return the exit code."""
+    number = error.number if isinstance(error, InterruptedBySignal) else signal.SIGINT
+    if "OKTOPK_RANK" not in os.environ:
+        sys.stderr.write(f"oktopk: interrupted by {signal_name(number)}\n")
+    return 128 + number
+
+
+def started_as_command() -> bool:
     """Whether this process was started as `oktopk` or `python -m oktopk`, and not as a worker."""
     script = Path(sys.argv[0]).name if sys.argv else ""
     started = script == "oktopk" or sys.orig_argv[1:3] == ["-m", "oktopk"]
     return started and "OKTOPK_RANK" not in os.environ
 
 
-def leave_at_once() -> None:
-    """Until there is something to clean up: while modules are imported, for seconds."""
-
-    def leave(number: int, _: FrameType | None) -> None:
-        # not an exception: a module that is being imported may catch any of them
-        os.write(2, f"oktopk: interrupted by {name_of(number)}\n".encode())
-        os._exit(128 + number)
-
-    for number in STOPS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup and shells leave it
-            signal.signal(number, leave)
-
-
-@contextmanager
-def interruptible(is_rank: bool) -> Iterator[None]:
-    """Signals raise InterruptedBySignal in the block, so that it cleans up; a rank has defaults."""
-
-    def interrupt(number: int, _: FrameType | None) -> None:
-        raise InterruptedBySignal(number)
-
-    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    ours = {n: h for n in STOPS if (h := signal.getsignal(n)) not in (signal.SIG_IGN, None)}
-    for number in ours:
-        signal.signal(number, defaults[number] if is_rank else interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in ours.items():
-            signal.signal(number, handler)
-
-
-def farewell(error: KeyboardInterrupt) -> int:
-    """Say what ended the command; its exit code."""
-    number = error.number if isinstance(error, InterruptedBySignal) else signal.SIGINT
-    if "OKTOPK_RANK" not in os.environ:
-        sys.stderr.write(f"oktopk: interrupted by {name_of(number)}\n")
-    return 128 + number
+def _not_ignored() -> list[signal.Signals]:
+    """Return the signals that this process does not ignore, as it may under nohup and in shells."""
+    return [n for n in STOP_SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)]

@@ -8,33 +8,33 @@ from typing import TypeVar
 
 T = TypeVar("T")
 GRACE = 2.0
-"""Seconds after which a call that should have given up by itself is left behind."""
+"""Seconds beyond its own limit that a call gets before `call_with_timeout` abandons it."""
 
 
-class Overdue(TimeoutError):  # noqa: N818 - the caller turns it into an error with a name
-    """A bounded call did not return in time."""
+class CallTimeoutError(TimeoutError):
+    """A call did not return within its time limit."""
 
 
-def within(seconds: float, act: Callable[[], T]) -> T:
-    """What `act` returns or raises; `Overdue` when it has done neither after so many seconds.
+def call_with_timeout(seconds: float, function: Callable[[], T]) -> T:
+    """Return or raise what `function` does; CallTimeoutError if it takes more than `seconds`.
 
-    It runs on a daemon thread, which is left behind when it is late: a call that blocks in C++
-    cannot be interrupted. So signals are handled while this waits, too.
+    It runs on a daemon thread, which is abandoned when it is late: a call that blocks in C++ cannot
+    be interrupted. The calling thread therefore still handles signals while it waits.
     """
     results: list[T] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            results.append(act())
+            results.append(function())
         except BaseException as error:  # noqa: BLE001 - raised below, on the thread that called
             errors.append(error)
 
-    thread = Thread(target=run, name="oktopk-bounded", daemon=True)
+    thread = Thread(target=run, name="oktopk-time-limit", daemon=True)
     thread.start()
     thread.join(seconds)
     if errors:
         raise errors[0]
     if results:
         return results[0]
-    raise Overdue(f"no answer after {seconds:g} s")
+    raise CallTimeoutError(f"no answer after {seconds:g} s")

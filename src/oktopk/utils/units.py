@@ -1,19 +1,19 @@
-"""Numbers and lists as people read them."""
+"""Format durations, sizes and lists for people to read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 
-def clock(seconds: float) -> str:
-    """12:34, or 1:23:45."""
+def format_duration(seconds: float) -> str:
+    """Return a duration as `12:34`, or `1:23:45`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def size(num_bytes: float) -> str:
-    """Bytes in the unit a person would take."""
+def format_bytes(num_bytes: float) -> str:
+    """Return a number of bytes in the largest unit that fits, such as `1.5 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -21,7 +21,7 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TB"
 
 
-def few(things: Sequence[object], most: int) -> str:
-    """The first of them, and how many more there are."""
+def list_some(things: Sequence[object], most: int) -> str:
+    """Return the first `most` things in a line, and how many more there are."""
     more = f" and {len(things) - most} more" if len(things) > most else ""
     return ", ".join(map(str, things[:most])) + more

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from oktopk.report.command import RUNS
 from oktopk.runlog.run_directory import METRICS_FILE
-from oktopk.utils.flags import between
-from oktopk.utils.units import few
+from oktopk.utils.flags import number_in_range
+from oktopk.utils.units import list_some
 
 if TYPE_CHECKING:
     from oktopk.watch.state import RunWatcher
@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--every",
-        type=between(float, 0.05, 3600.0),
+        type=number_in_range(float, 0.05, 3600.0),
         default=1.0,
         help="seconds between updates (%(default)s)",
     )
@@ -49,7 +49,7 @@ def problem(run: str, folder: Path) -> str:
             return f"{path} is a file: give the folder of a run"
     runs = [] if (folder / METRICS_FILE).exists() else runs_in(folder)
     return (
-        f"{folder} is not a run, but has runs in it: watch one of {few(runs, SHOWN_RUNS)}"
+        f"{folder} is not a run, but has runs in it: watch one of {list_some(runs, SHOWN_RUNS)}"
         if runs
         else ""
     )
@@ -67,7 +67,7 @@ def others(folder: Path) -> str:
     if folder.exists():
         return ""
     found = runs_in(folder.parent if folder.parent.is_dir() else RUNS)
-    return f"there is no {folder} yet; there is {few(found, SHOWN_RUNS)}" if found else ""
+    return f"there is no {folder} yet; there is {list_some(found, SHOWN_RUNS)}" if found else ""
 
 
 def command(args: argparse.Namespace) -> int:

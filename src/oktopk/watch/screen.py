@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oktopk.runlog.schema import OVERLAPPED_PARTS, STEP_PARTS, TIMED_PARTS
-from oktopk.utils.units import clock, size
+from oktopk.utils.units import format_bytes, format_duration
 from oktopk.watch.state import RunState
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -43,7 +43,7 @@ def line(state: RunState, quiet: float, others: str = "") -> str:
     parts.append(f"{state.last.phase} phase")
     parts += [f"loss {state.losses[-1]:.3f}"] if state.losses else []
     parts += [f"WER {state.validated[-1].wer:.3f}"] if state.validated else []
-    parts += [f"about {clock(_seconds_left(state, total))} left"] if total else []
+    parts += [f"about {format_duration(_seconds_left(state, total))} left"] if total else []
     return ", ".join(parts)
 
 
@@ -71,7 +71,8 @@ def _status_line(state: RunState, quiet: float) -> str:
         return "waiting for the run to begin"
     if word == "silent":
         advice = "; `oktopk train --resume` continues it" if state.resumable else ""
-        return f"nothing was recorded for {clock(quiet)}: the run may have been killed{advice}"
+        silence = f"nothing was recorded for {format_duration(quiet)}"
+        return f"{silence}: the run may have been killed{advice}"
     if state.end is not None:
         return ": ".join(filter(None, (word, state.end.text)))
     settings = (state.info.settings if state.info else None) or {}
@@ -91,7 +92,9 @@ def _progress(state: RunState) -> str:
     share = min(1.0, state.steps / total)
     full = round(share * WIDTH)
     text = f"{'█' * full}{'░' * (WIDTH - full)} {share:.0%}, step {state.steps} of {total}, {phase}"
-    return text if state.end else f"{text}, about {clock(_seconds_left(state, total))} left"
+    return (
+        text if state.end else f"{text}, about {format_duration(_seconds_left(state, total))} left"
+    )
 
 
 def _seconds_left(state: RunState, total: int) -> float:
@@ -127,7 +130,8 @@ def _traffic(state: RunState) -> str:
     sent, dense = whole.bytes_sent, whole.bytes_dense
     if not dense or not sent:
         return ""
-    text = f"{size(sent)} by worker 0 for {size(dense)} dense, {1 - sent / dense:.0%} saved"
+    text = f"{format_bytes(sent)} by worker 0 for {format_bytes(dense)} dense"
+    text += f", {1 - sent / dense:.0%} saved"
     if sparse.bytes_sent:
         text += f"; sparse phase {sparse.bytes_dense / sparse.bytes_sent:.1f}x less"
     return text

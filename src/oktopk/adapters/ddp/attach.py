@@ -39,7 +39,7 @@ from oktopk.methods import METHODS
 from oktopk.optim.presets import apply_preset, schedule_after_warmup, warn_if_short
 from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.settings import OnNonfinite, Scope, Settings
-from oktopk.utils.arguments import choice, integer, shown
+from oktopk.utils.arguments import choice, integer, short_repr
 from oktopk.wire.codec import CodecName
 
 log = logging.getLogger("oktopk")
@@ -224,13 +224,13 @@ def _check_types(
     model: DistributedDataParallel, *, policy: object, on_step: object, comm: object
 ) -> None:
     if policy is not None and not isinstance(policy, Policy):
-        raise TypeError(f"policy must be an oktopk.Policy, got {shown(policy)}")
+        raise TypeError(f"policy must be an oktopk.Policy, got {short_repr(policy)}")
     if on_step is not None and not callable(on_step):
-        raise TypeError(f"on_step must be a function of a StepStats, got {shown(on_step)}")
+        raise TypeError(f"on_step must be a function of a StepStats, got {short_repr(on_step)}")
     if comm is None:
         return
     if not isinstance(comm, Comm):
-        raise TypeError(f"comm must be an oktopk Comm, got {shown(comm)}")
+        raise TypeError(f"comm must be an oktopk Comm, got {short_repr(comm)}")
     rank, size = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
     if (comm.rank, comm.size) != (rank, size):
         raise ValueError(

@@ -13,9 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from oktopk.adapters.ddp.validation import is_on_cuda
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.comm.communicator import Comm
-from oktopk.comm.consistency import PROTOCOL, agree_at
-from oktopk.comm.failure_detector import RollCall, patience_of, present
-from oktopk.comm.process_groups import own_transport
+from oktopk.comm.consistency import PROTOCOL, check_consistency_through_store
+from oktopk.comm.failure_detector import (
+    FailureDetector,
+    StoreFailureDetector,
+    detection_seconds,
+    job_detector,
+)
+from oktopk.comm.process_groups import new_transport
 from oktopk.comm.torch_transport import TorchTransport
 from oktopk.methods.cost_model import Work
 from oktopk.methods.prediction import cheapest, probe_kernels, probe_link
@@ -47,7 +52,9 @@ def model_facts(model: DistributedDataParallel, layout: ParameterLayout) -> dict
 def agree_by_store(group: Any, timeout: float, facts: dict[str, Any], call: str, place: str) -> str:
     """Compare what all ranks are about to do, before any collective: ranks that differ abort."""
     transport = TorchTransport(group)
-    return agree_at(transport.store, transport.rank, transport.size, timeout, facts, call, place)
+    return check_consistency_through_store(
+        transport.store, transport.rank, transport.size, timeout, facts, call, place
+    )
 
 
 def fastest_method(model: DistributedDataParallel, settings: Settings, comm: Comm) -> str:
@@ -77,7 +84,7 @@ def fastest_method(model: DistributedDataParallel, settings: Settings, comm: Com
 
 def connect(
     model: DistributedDataParallel, timeout: float, comm: Comm | None, undo: ExitStack
-) -> tuple[Comm, RollCall]:
+) -> tuple[Comm, FailureDetector]:
     """The communicator, over a new group of the model's ranks unless one is given, and the failure
     detector.
 
@@ -88,21 +95,23 @@ def connect(
     group = model.process_group
     ranks = dist.get_process_group_ranks(group)
     if comm is None:
-        transport = own_transport(
+        transport = new_transport(
             ranks,
             timeout,
             on_cuda=is_on_cuda(model),
             backend=dist.get_backend(group),
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
+            whole_job=len(ranks) == dist.get_world_size(),
         )
         undo.callback(transport.close)
         comm = Comm(transport)
         store = transport.store
     else:
         store = TorchTransport(group).store
-    if (of_job := present()) is not None and ranks == list(range(dist.get_world_size())):
-        failure_detector = of_job.share()
+    shared = job_detector()
+    if shared is not None and ranks == list(range(dist.get_world_size())):
+        failure_detector = shared.share()
     else:
-        failure_detector = RollCall(store(), comm.rank, comm.size, patience_of(timeout))
+        seconds = detection_seconds(timeout)
+        failure_detector = StoreFailureDetector(store(), comm.rank, comm.size, seconds)
     undo.callback(failure_detector.close)
     return comm, failure_detector

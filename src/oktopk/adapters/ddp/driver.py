@@ -19,7 +19,7 @@ from oktopk.adapters.ddp.bucket_tracker import BucketTracker
 from oktopk.adapters.ddp.communication_thread import ReadyBucket, share
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.comm.communicator import Comm
-from oktopk.comm.consistency import agree
+from oktopk.comm.consistency import check_consistency
 from oktopk.comm.replica_check import check_replicas
 from oktopk.engine.buckets import Layout
 from oktopk.engine.engine import Engine
@@ -246,5 +246,5 @@ class StepDriver:
             "buckets": self.layout,
             "gradient dtype": str(first.dtype),
         }
-        agree(self._comm, first.device, facts)
+        check_consistency(self._comm, first.device, facts)
         self.is_checked = True

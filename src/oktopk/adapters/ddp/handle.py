@@ -17,7 +17,7 @@ from oktopk.adapters.ddp.driver import OnStep, StepDriver
 from oktopk.adapters.ddp.gathered_state import GatheredState, gather_states
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.comm.communicator import Comm
-from oktopk.comm.failure_detector import RollCall
+from oktopk.comm.failure_detector import FailureDetector
 from oktopk.engine import saved_state
 from oktopk.errors import ExchangeError, NonfiniteError, StateError
 from oktopk.optim.residual_scaling import ResidualScaling
@@ -37,7 +37,7 @@ class Handle:
         self,
         driver: StepDriver,
         comm: Comm,
-        failure_detector: RollCall,
+        failure_detector: FailureDetector,
         parameters: ParameterLayout,
         scaling: ResidualScaling,
         *,
@@ -161,7 +161,7 @@ class Handle:
             try:
                 return gather_states(state, self.comm, device)
             except ExchangeError as error:
-                self._failure_detector.give_up(error, self.comm)  # raises one that names the rank
+                self._failure_detector.abort(error, self.comm)  # raises one that names the rank
                 raise
 
         return self.thread.call(gather)
@@ -229,7 +229,7 @@ class Handle:
         """One bucket, on the communication thread."""
         self._failure_detector.step = self.step
         try:
-            if self._failure_detector.verdict is not None:
+            if self._failure_detector.diagnosis is not None:
                 raise ExchangeError("another rank reported a failure")
             self.driver.take(ready)
         except NonfiniteError:
@@ -238,10 +238,10 @@ class Handle:
             BaseException
         ) as error:  # sys.exit() in on_step too: the other ranks must learn of it
             self.driver.discard_step()
-            self._failure_detector.give_up(error, self.comm)
+            self._failure_detector.abort(error, self.comm)
             raise
 
 
-def _end_threads(failure_detector: RollCall, thread: CommunicationThread) -> None:
+def _end_threads(failure_detector: FailureDetector, thread: CommunicationThread) -> None:
     thread.close()
     failure_detector.close()

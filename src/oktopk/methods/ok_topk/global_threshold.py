@@ -79,7 +79,7 @@ def _by_grid(
     thresholds = estimate.grid(GRID_SIZE, GRID_RATIO)
     num_reaching = kernels.count_at_least(region.values, thresholds)
     header = torch.cat([num_reaching, num_reaching.new_full((1,), num_sent)])
-    table = to_host(*comm.all_gather(header, stage="counts"))
+    table = to_host(*comm.all_gather_header(header, stage="counts"))
     totals = [sum(column) for column in zip(*table, strict=True)]
     best = min(range(GRID_SIZE), key=lambda i: abs(totals[i] - k))
     if not (1 - TOLERANCE) * k <= totals[best] <= (1 + TOLERANCE) * k:
@@ -101,7 +101,7 @@ def _exactly(region: Sparse, num_sent: int, k: int, state: MethodState, comm: Co
     tied = region.values.abs() == threshold
     sums = above.sum(), tied.sum()
     header = torch.stack([*sums, torch.full_like(sums[0], num_sent)])
-    table = to_host(*comm.all_gather(header.int(), stage="counts"))
+    table = to_host(*comm.all_gather_header(header.int(), stage="counts"))
     left = k - sum(num_above for num_above, _, _ in table)
     counts, ties_kept = [], []
     for num_above, num_tied, _ in table:  # rank order is index order
@@ -133,7 +133,7 @@ def kth_over_ranks(values: Tensor, k: int, comm: Comm) -> float:
         # values that begin with other digits than those found are counted in one more bin
         last = torch.where(digits >> digit_bits == prefix, digits & (radix - 1), radix)
         bins = kernels.histogram(last, radix + 1)[:radix]
-        return to_host(comm.sum_small(bins, stage="threshold"))[0]
+        return to_host(comm.all_reduce_header(bins, stage="threshold"))[0]
 
     kth = kth_largest(k, values.dtype.itemsize * 8, DIGIT_BITS, count_digits)
     found = kernels.from_bits(kth, values.dtype)

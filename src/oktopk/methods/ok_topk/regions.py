@@ -42,7 +42,7 @@ def balanced_bounds(local: Sparse, comm: Comm) -> list[int]:
     else:
         equal = equal_bounds(local.numel, comm.size)[1:-1]
         proposal = to_device(equal, torch.int64, local.values.device)
-    (total,) = to_host(comm.sum_small(proposal, stage="bounds"))
+    (total,) = to_host(comm.all_reduce_header(proposal, stage="bounds"))
     return [0, *(cut // comm.size for cut in total), local.numel]
 
 
@@ -72,7 +72,7 @@ def split_reduce(
     """
     dtype, rank = local.values.dtype, comm.rank
     splits = _num_per_region(local, bounds)
-    num_incoming = comm.swap_sizes(splits, local.values.device, stage="split")
+    num_incoming = comm.all_to_all_sizes(splits, local.values.device, stage="split")
     shares = equal_shares(dense_part, comm.size)
     outgoing: dict[int, Tensor] = {}
     decoded = list(local.values.split(splits))  # entries of the own region are not encoded

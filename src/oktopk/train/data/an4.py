@@ -33,10 +33,10 @@ from oktopk.train.data.manifest import (
 from oktopk.train.data.problems import DataError
 from oktopk.utils.files import (
     FileError,
-    first_line,
+    error_summary,
     is_file,
-    one_line,
     read_text,
+    single_line,
 )
 
 KINDS = (".raw", ".sph", ".wav", ".flac")
@@ -101,7 +101,7 @@ def _opened(source: Path) -> Iterator[Path]:
         except DataError:
             raise
         except Exception as error:  # a damaged archive may raise any of tarfile, gzip, bz2 or lzma
-            problem = f"{source} cannot be unpacked ({first_line(error)}): copy it again"
+            problem = f"{source} cannot be unpacked ({error_summary(error)}): copy it again"
             raise DataError([problem]) from error
         yield _root(Path(folder), source)
 
@@ -135,7 +135,7 @@ def _listed(root: Path, part: str, problems: list[str]) -> list[tuple[Path, str]
         text = transcripts.get(stem)
         if not found:
             kinds = ", ".join(KINDS)
-            shown = one_line(name)
+            shown = single_line(name)
             problems.append(f"wav/{shown} ({kinds}) is missing; an4_{part}.fileids lists it")
         elif text is None:
             problems.append(f"{stem} has no line in an4_{part}.transcription")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from oktopk.train.data.problems import DataError, extra
-from oktopk.utils.files import is_file, one_line
+from oktopk.utils.files import is_file, single_line
 
 RATE = 16_000
 FULL_SCALE = 32_768
@@ -99,7 +99,7 @@ def _roughness(paths: list[Path], kind: str) -> float:
 
 def _header(path: Path) -> Any:
     if not is_file(path):
-        raise DataError([f"{one_line(path)} is missing"])
+        raise DataError([f"{single_line(path)} is missing"])
     if path.stat().st_size == 0:
         raise DataError([f"{path} is empty: copy it again"])
     if path.suffix == ".raw":

@@ -19,8 +19,8 @@ from oktopk.train.data.problems import DataError
 from oktopk.utils.files import (
     FileError,
     is_file,
-    one_line,
     read_text,
+    single_line,
 )
 
 PRUNE = (1.0, 15.0)  # seconds of the shortest and longest recording the reference trains on
@@ -60,7 +60,7 @@ def rows(path: Path) -> list[tuple[int, list[str]]]:
     """The line numbers and cells of a manifest; empty lines are left out."""
     if not is_file(path):
         raise DataError(
-            [f"{one_line(path)} is missing: `oktopk data an4` or `oktopk data speak` makes one"]
+            [f"{single_line(path)} is missing: `oktopk data an4` or `oktopk data speak` makes one"]
         )
     try:
         reader = csv.reader(StringIO(read_text(path), newline=""))
@@ -198,7 +198,7 @@ def _utterance(folder: Path, row: list[str]) -> Utterance:
         except FileError as error:
             problems.append(str(error))
     else:
-        problems.append(_with_hint(row[1], f"{one_line(transcript)} is missing"))
+        problems.append(_with_hint(row[1], f"{single_line(transcript)} is missing"))
     if problems:
         raise DataError(problems)
     return Utterance(audio, text, seconds)

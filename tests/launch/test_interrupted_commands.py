@@ -13,7 +13,7 @@ import pytest
 from launchers import environment
 from oktopk import check
 from oktopk.launch import local_workers
-from oktopk.launch.local_workers import start_workers
+from oktopk.launch.local_workers import run_local_workers
 
 BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
 
@@ -47,7 +47,7 @@ def test_while_modules_are_imported(tmp_path, number, start):
 @BOTH
 def test_before_workers_are_started(oktopk, monkeypatch, capfd, number):
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
-    monkeypatch.setattr(check, "start_workers", lambda *_: os.kill(os.getpid(), number))
+    monkeypatch.setattr(check, "run_local_workers", lambda *_: os.kill(os.getpid(), number))
     assert oktopk("check") == 128 + number
     assert capfd.readouterr().err == f"oktopk: interrupted by {signal.Signals(number).name}\n"
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
@@ -56,16 +56,16 @@ def test_before_workers_are_started(oktopk, monkeypatch, capfd, number):
 @BOTH
 def test_before_the_first_worker_has_started(workers, monkeypatch, capfd, number):
     workers("raise SystemExit('it was started')")
-    lifeline = local_workers.lifeline
+    parent_pipe = local_workers.parent_pipe
 
     @contextmanager
     def signalled():
-        with lifeline() as line:
+        with parent_pipe() as pipe:
             os.kill(os.getpid(), number)
-            yield line
+            yield pipe
 
-    monkeypatch.setattr(local_workers, "lifeline", signalled)
-    assert start_workers(2, []) == 128 + number
+    monkeypatch.setattr(local_workers, "parent_pipe", signalled)
+    assert run_local_workers(2, []) == 128 + number
     name = signal.Signals(number).name
     assert capfd.readouterr().err == (
         f"oktopk: interrupted by {name} before a worker had started\n"
@@ -83,7 +83,7 @@ def test_between_the_first_worker_and_the_second(workers, tmp_path, capfd, numbe
             sent.append(os.kill(os.getpid(), number))
         return []
 
-    assert start_workers(3, [], prefix=prefix) == 128 + number
+    assert run_local_workers(3, [], prefix=prefix) == 128 + number
     name = signal.Signals(number).name
     assert capfd.readouterr().err == (
         f"oktopk: interrupted by {name}; the workers were asked to save and leave\n"

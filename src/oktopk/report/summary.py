@@ -18,7 +18,7 @@ MAX_SHOWN = 8
 
 def summary(runlog: RunLog) -> str:
     """The top of a report, as HTML."""
-    parts = [paragraph(text, "verdict") for text in sentences(runlog)]
+    parts = [paragraph(text, "summary") for text in sentences(runlog)]
     if runlog.steps:
         parts.append(tiles(_key_figures(runlog)))
     parts += [paragraph(text, "bad") for text in problems(runlog)]

@@ -9,7 +9,7 @@ from oktopk.runlog.reader import parse
 from oktopk.runlog.schema import Record, UnknownRecord
 
 REMEMBERED_BYTES = 512
-"""Bytes before the reading position, by which a file that was rewritten is told from one that grew.
+"""Bytes before the reading position, which tell a rewritten file from one that grew.
 
 A resumed run rewrites what follows its checkpoint. The new text may be longer than the old, but
 the times in it differ."""

@@ -40,7 +40,7 @@ MOST_BYTES = 2**20
 """Largest size of a config file."""
 
 
-SWITCH = ("remedies", "on", "off")  # remedies: as they say
+SWITCH = ("remedies", "on", "off")  # remedies: as the setting `remedies` says
 
 
 def option(default: Any, text: str, *choices: str) -> Any:

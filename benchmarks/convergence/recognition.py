@@ -12,6 +12,7 @@ from oktopk.runlog.aggregates import cumulative_bytes, estimated_totals
 from oktopk.runlog.reader import RunLog
 from oktopk.train.config import Config, load
 from oktopk.train.flags import add_flags, as_flag, with_flags
+from oktopk.train.preset_options import NAMES
 from oktopk.train.run_process import train_in_process
 
 # config by task
@@ -38,7 +39,7 @@ def config_of(key: Key, folder: Path, an4: Path | None) -> Config:
         "optimizer": key.optimizer,
         "seed": str(key.seed),
         "method": "dense" if base == "dense" else "oktopk",
-        "remedies": "none" if base == "plain" else "auto",
+        "preset": "none" if base == "plain" else "auto",
         "validate_every": "1",
     }
     settings |= LEARNING_RATES.get(key.optimizer, {})
@@ -48,6 +49,8 @@ def config_of(key: Key, folder: Path, an4: Path | None) -> Config:
         settings["data"] = str(an4)
     if key.steps:
         settings["max_steps"] = str(key.steps)
+    overrides = {name: more.pop(name) for name in list(more) if name in NAMES}
+    settings["overrides"] = ",".join(f"{name}={value}" for name, value in overrides.items())
     parser = argparse.ArgumentParser()
     add_flags(parser)
     words = [word for name, text in (settings | more).items() for word in as_flag(name, text)]

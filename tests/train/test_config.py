@@ -10,7 +10,8 @@ import pytest
 
 from oktopk.train.config import SHIPPED, Config, load, nearest, shipped, to_toml
 from oktopk.train.flags import add_flags, with_flags
-from oktopk.train.setup import log_unused_options, preset_options
+from oktopk.train.preset_options import preset_options
+from oktopk.train.setup import log_unused_options
 
 PLAIN = {"overshoot": 0.0, "staleness_correction": False, "rescale_with_lr": False}
 
@@ -46,9 +47,13 @@ def test_the_run_of_the_notes():
         ("lr = 'fast'", "lr must be a number, got 'fast'"),
         ("lr = -1", "lr must be positive"),
         ("lr = 0.1 0.2", "toml: "),
-        ("beta1 = 1.5", r"beta1 must be in \[0, 1\), or -1, got 1.5"),
-        ("beta1 = 0.5", "beta1 = 0.5 is for adamw; optimizer is sgd"),
-        ("follow_rate = 'maybe'", "follow_rate must be one of remedies, on, off, got 'maybe'"),
+        ("overrides = 'max_beta1=1.5'", r"max_beta1 must be in \[0, 1\), or None, got 1.5"),
+        ("overrides = 'max_beta1=0.5'", "max_beta1=0.5 is for adamw; optimizer is sgd"),
+        ("overrides = 'rescale_with_lr=3'", "rescale_with_lr must be True or False, got 3"),
+        ("overrides = 'rescale_with_lr=maybe'", "rescale_with_lr=maybe: Invalid value"),
+        ("overrides = 'density=0.3'", "overrides must be like 'overshoot=0.3,max_beta1=0.3' with"),
+        ("overrides = 'overshoot'", "got 'overshoot'"),
+        ("preset = 'maybe'", "preset must be one of auto, none, got 'maybe'"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named_with_the_file(tmp_path, text, message):
@@ -87,22 +92,26 @@ def test_nothing_near_is_no_hint():
 
 
 @pytest.mark.parametrize(
-    ("chosen", "expected"),
+    ("preset", "overrides", "expected"),
     [
-        ({}, {}),
-        ({"beta1": 0.5, "late_moments": "off"}, {"max_beta1": 0.5, "staleness_correction": False}),
-        ({"advance": 0.0, "follow_rate": "on"}, {"overshoot": 0.0, "rescale_with_lr": True}),
-        ({"remedies": "none"}, PLAIN),
-        ({"remedies": "none", "late_moments": "on"}, {**PLAIN, "staleness_correction": True}),
+        ("auto", "", {}),
+        (
+            "auto",
+            "max_beta1=0.5, staleness_correction=false",
+            {"max_beta1": 0.5, "staleness_correction": False},
+        ),
+        ("auto", "overshoot=0,rescale_with_lr=true", {"overshoot": 0, "rescale_with_lr": True}),
+        ("none", "", PLAIN),
+        ("none", "staleness_correction=true", {**PLAIN, "staleness_correction": True}),
     ],
 )
-def test_the_config_overrides_the_preset(chosen, expected):
-    assert preset_options(Config(optimizer="adamw", **chosen)) == expected
+def test_the_config_overrides_the_preset(preset, overrides, expected):
+    assert preset_options(preset, overrides) == expected
 
 
 def test_preset_options_without_effect_are_logged(caplog):
     with caplog.at_level("INFO", logger="oktopk"):
-        log_unused_options(Config(method="dense", remedies="none"))
+        log_unused_options(Config(method="dense", preset="none"))
         assert not caplog.messages
-        log_unused_options(Config(method="dense", optimizer="adamw", beta1=0.3))
+        log_unused_options(Config(method="dense", optimizer="adamw", overrides="max_beta1=0.3"))
     assert caplog.messages == ["max_beta1: without effect, since dense sends everything"]

@@ -41,8 +41,6 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "ramp_steps": (0, MANY, MANY_STEPS),
     "exact_every": (1, MANY, MANY_STEPS),
     "bounds_every": (1, MANY, MANY_STEPS),
-    "beta1": (-1.0, 1.0, "it is a fraction"),
-    "advance": (-1.0, 1.0, "it is a fraction"),
     "validate_every": (1, 10**6, "more epochs than any run takes"),
     "validate_batch": (1, 65_536, MANY_UTTERANCES),
     "beam": (0, 10_000, "a beam that wide takes hours for each utterance"),

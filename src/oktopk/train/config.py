@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from oktopk.methods import METHODS
+from oktopk.optim.presets import FIELDS as PRESET_FIELDS
 from oktopk.settings import Scope
 from oktopk.train.bounds import (
     LONGEST_NAME,
@@ -25,6 +26,7 @@ from oktopk.train.bounds import (
     check_type,
     shown,
 )
+from oktopk.train.preset_options import EXAMPLE, FOR_ADAM, parse_overrides
 from oktopk.utils.files import (
     file_error,
     is_file,
@@ -38,9 +40,6 @@ SHIPPED = Path(__file__).parent / "configs"
 DEFAULT = "quickstart"
 MOST_BYTES = 2**20
 """Largest size of a config file."""
-
-
-SWITCH = ("remedies", "on", "off")  # remedies: as the setting `remedies` says
 
 
 def option(default: Any, text: str, *choices: str) -> Any:
@@ -97,13 +96,10 @@ class Config:
     scope: str = option(
         "model", "select entries of the whole model or of every bucket", *get_args(Scope)
     )
-    remedies: str = option(
-        "auto", "the optimizer's preset, or plain error feedback", "auto", "none"
+    preset: str = option("auto", "the optimizer's preset, or plain error feedback", "auto", "none")
+    overrides: str = option(
+        "", f"settings that override the preset: {EXAMPLE} (also {', '.join(PRESET_FIELDS[1:])})"
     )
-    beta1: float = option(-1.0, "upper limit for Adam's first beta in the sparse phase; -1: none")
-    advance: float = option(-1.0, "overshoot of every sum; -1: as the preset says")
-    late_moments: str = option("remedies", "correct Adam's second moment for late sums", *SWITCH)
-    follow_rate: str = option("remedies", "rescale residuals with the learning rate", *SWITCH)
 
     validate_every: int = option(
         5, "epochs between validations; the first and last are always validated"
@@ -141,10 +137,6 @@ class Config:
         for name in ("density", "lr_final"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in (0, 1], got {shown(getattr(self, name))}")
-        if not (self.beta1 == -1 or 0 <= self.beta1 < 1):
-            raise ValueError(f"beta1 must be in [0, 1), or -1, got {shown(self.beta1)}")
-        if not (self.advance == -1 or 0 <= self.advance <= 1):
-            raise ValueError(f"advance must be in [0, 1], or -1, got {shown(self.advance)}")
         if self.lr <= 0:
             raise ValueError(f"lr must be positive, got {shown(self.lr)}")
         for name, (least, most, why) in RANGES.items():
@@ -156,11 +148,11 @@ class Config:
 
     def _check_combinations(self) -> None:
         """Check values that depend on one another."""
-        for_adam = {"beta1": self.beta1 != -1, "late_moments": self.late_moments == "on"}
-        for name in (name for name, is_set in for_adam.items() if is_set):
-            if self.optimizer != "adamw":
-                value = f"{name} = {getattr(self, name)}"
-                raise ValueError(f"{value} is for adamw; optimizer is {self.optimizer}")
+        for name, value in parse_overrides(self.overrides).items():
+            if name in FOR_ADAM and value is not False and self.optimizer != "adamw":
+                raise ValueError(
+                    f"overrides: {name}={value} is for adamw; optimizer is {self.optimizer}"
+                )
         weights = 8 * self.hidden**2 * self.layers * (2 if self.bidirectional else 1)
         if weights > MOST_WEIGHTS:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,6 +32,7 @@ from oktopk.train.data.manifest import (
 )
 from oktopk.train.data.synthesis import synthesize_corpus
 from oktopk.train.models.lstman4 import Lstman4
+from oktopk.train.preset_options import parse_overrides, preset_options
 from oktopk.train.probe import Probe
 
 log = logging.getLogger("oktopk")
@@ -161,28 +162,11 @@ def make_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
     return SGD(model.parameters(), momentum=config.momentum, **common)
 
 
-PLAIN_FEEDBACK = {"overshoot": 0.0, "staleness_correction": False, "rescale_with_lr": False}
-"""Arguments of `attach` for plain error feedback, without the optimizer's preset."""
-
-
-def preset_options(config: Config) -> dict[str, Any]:
-    """Arguments of `attach` with which the config overrides the optimizer's preset."""
-    chosen: dict[str, Any] = dict(PLAIN_FEEDBACK) if config.remedies == "none" else {}
-    for name, option in {"beta1": "max_beta1", "advance": "overshoot"}.items():
-        if getattr(config, name) != -1:
-            chosen[option] = getattr(config, name)
-    switches = {"late_moments": "staleness_correction", "follow_rate": "rescale_with_lr"}
-    for name, option in switches.items():
-        if getattr(config, name) != "remedies":
-            chosen[option] = getattr(config, name) == "on"
-    return chosen
-
-
 def log_unused_options(config: Config) -> None:
     """Log the preset options that have no effect, because `dense` has no residuals."""
-    by_hand = preset_options(replace(config, remedies="auto"))
-    if config.method == "dense" and by_hand:
-        log.info("%s: without effect, since dense sends everything", ", ".join(by_hand))
+    overrides = parse_overrides(config.overrides)
+    if config.method == "dense" and overrides:
+        log.info("%s: without effect, since dense sends everything", ", ".join(overrides))
 
 
 def exchange_options(config: Config) -> dict[str, Any]:
@@ -190,7 +174,11 @@ def exchange_options(config: Config) -> dict[str, Any]:
     same_names = ("method", "density", "wire", "warmup_steps", "ramp_steps", "exact_every")
     same_names += ("bounds_every", "scope", "timeout")
     options = {name: getattr(config, name) for name in same_names}
-    return options | preset_options(config) | {"clip_before": config.clip_before or None}
+    return (
+        options
+        | preset_options(config.preset, config.overrides)
+        | {"clip_before": config.clip_before or None}
+    )
 
 
 def make_probe(config: Config, model: Lstman4, handle: Handle, comm: Comm) -> Probe | None:

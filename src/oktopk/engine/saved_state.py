@@ -21,7 +21,7 @@ from oktopk.errors import StateError
 from oktopk.sparse import acc_dtype
 from oktopk.utils.arguments import short_repr
 
-FORMAT = 1
+FORMAT = 2
 """Counts up when a state dict changes so that older code would misread it."""
 
 Count = Annotated[int, Meta(ge=0, lt=2**62)]

@@ -147,4 +147,4 @@ def test_the_reference_has_all_that_is_public(site):
 
     shown = (site / "reference.html").read_text()
     for name in oktopk.__all__:
-        assert name == "__version__" or re.search(rf'id="oktopk\.(\w+\.)?{name}"', shown), name
+        assert name == "__version__" or re.search(rf'id="oktopk\.(\w+\.)*{name}"', shown), name

@@ -294,6 +294,7 @@ def test_public_names():
         "Policy",
         "Reducer",
         "ReplicaError",
+        "Settings",
         "StepStats",
         "__version__",
         "attach",

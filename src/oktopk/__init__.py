@@ -13,6 +13,7 @@ if signals.started_as_command():  # Ctrl-C while torch is imported must not prin
 from oktopk.adapters.ddp.attach import attach
 from oktopk.adapters.ddp.handle import Handle
 from oktopk.adapters.policy import Policy
+from oktopk.comm.communicator import Comm
 from oktopk.comm.simulated import simulate
 from oktopk.errors import ExchangeError, NonfiniteError, ReplicaError
 from oktopk.methods import METHODS
@@ -23,6 +24,7 @@ from oktopk.version import __version__
 
 __all__ = [
     "METHODS",
+    "Comm",
     "ExchangeError",
     "Handle",
     "NonfiniteError",

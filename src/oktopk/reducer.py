@@ -124,8 +124,12 @@ class Reducer:
         grad = grad.detach()
         self._check(grad)
         step = self._engine.begin(grad)
-        step.add_bucket(0, grad)
-        stats = self._engine.finish(step)
+        try:
+            step.add_bucket(0, grad)
+            stats = self._engine.finish(step)
+        except BaseException:
+            step.discard()
+            raise
         self._engine.raise_if_asked(stats)
         return stats
 
@@ -133,6 +137,7 @@ class Reducer:
         """All that a bit-exact resume needs, as tensors and plain numbers."""
         residual = self._engine.residual
         return {
+            "format": saved_state.FORMAT,
             "numel": self.numel,
             "method": self.settings.method,
             "size": self.comm.size,

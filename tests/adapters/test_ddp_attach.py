@@ -332,6 +332,14 @@ def test_models_that_were_wrapped_in_other_ways(worlds, what):
                 assert torch.equal(value, ranks[0][0][name]), name
 
 
+def _refusal(group, comm) -> str:
+    try:
+        build(group, IDIOMS["plain"], 0, SPARSE | {"comm": comm})
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "accepted"
+
+
 def over_another_communicator(group) -> tuple:
     """Weights with and without a communicator of the user's, what it counted, and two refusals."""
     weights = []
@@ -342,9 +350,12 @@ def over_another_communicator(group) -> tuple:
             one_step(model, called, optimizer, IDIOMS["plain"], handle.comm.rank, step)
         torch.distributed.barrier(group)
         used, sent = handle.comm is comm, sum(t.sent for t in handle.comm.ledger.stages.values())
+        if comm is not None:  # one that is in use is refused; closing the handle leaves it open
+            busy = _refusal(group, comm)
         handle.close()
         weights.append(weights_of(model))
-    said = []
+    assert comm.all_gather_size(3, torch.device("cpu"), stage="test") == [3, 3]
+    said = [busy]
     for wrong in (print, single_rank_comm()):
         try:
             build(group, IDIOMS["plain"], 0, SPARSE | {"comm": wrong})
@@ -357,5 +368,6 @@ def test_attach_takes_any_communicator(worlds):
     for (without, given), used, sent, said in worlds.run(2, over_another_communicator):
         assert used and sent > 0
         assert all(torch.equal(without[name], given[name]) for name in without)
-        assert said[0].startswith("comm must be an oktopk Comm")
-        assert "they must be the same" in said[1]
+        assert said[0].startswith("this comm serves another attached model")
+        assert said[1].startswith("comm must be an oktopk.Comm")
+        assert "they must be the same" in said[2]

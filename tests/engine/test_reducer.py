@@ -288,6 +288,7 @@ def test_stats_are_ready_for_json():
 def test_public_names():
     assert set(oktopk.__all__) == {
         "METHODS",
+        "Comm",
         "ExchangeError",
         "Handle",
         "NonfiniteError",

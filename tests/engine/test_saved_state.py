@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+from oktopk import Reducer
 from oktopk.engine import saved_state
 from oktopk.errors import StateError
 
@@ -206,3 +207,13 @@ def test_every_saved_state_is_taken_over_by_one_rank(old_size, new_size):
     assert max(map(len, taken)) - min(map(len, taken)) <= 1
     if old_size == new_size:
         assert taken == [[rank] for rank in range(new_size)]
+
+
+@pytest.mark.parametrize("version", [None, 1, 99, "2"])
+def test_a_reducers_state_of_another_format_says_what_to_do(version):
+    reducer = Reducer(10)
+    state = reducer.state_dict()
+    assert state["format"] == saved_state.FORMAT
+    with pytest.raises(StateError, match="resume with the version that saved it"):
+        reducer.load_state_dict(state | {"format": version})
+    reducer.load_state_dict(state)

@@ -29,7 +29,7 @@ def main(
     model, called, optimizer, handle = build(None, IDIOMS["plain"], 0, attached)
     for step in range(steps):
         if odd == "breaks" and step == 20:
-            handle.driver.engine.begin = None  # whatever it is, it happens on the exchange thread
+            handle.driver.engine.begin = None  # an error on the communication thread
         if odd == "sleeps" and step == 20:
             time.sleep(600)
         one_step(model, called, optimizer, IDIOMS["plain"], rank, step)

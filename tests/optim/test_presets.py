@@ -314,7 +314,7 @@ def test_a_ramp_to_nowhere_is_none():
 
 
 @pytest.mark.parametrize("wrong", [{"overshoot": -0.1}, {"overshoot": 2.0}, {"max_beta1": 1.0}])
-def test_wrong_remedies_are_refused_by_name(wrong):
+def test_wrong_preset_fields_are_refused_by_name(wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=name):
         Settings(**wrong)

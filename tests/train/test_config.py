@@ -53,7 +53,10 @@ def test_the_run_of_the_notes():
         ("overrides = 'rescale_with_lr=maybe'", "rescale_with_lr=maybe: Invalid value"),
         ("overrides = 'density=0.3'", "overrides must be like 'overshoot=0.3,max_beta1=0.3' with"),
         ("overrides = 'overshoot'", "got 'overshoot'"),
+        ("overrides = 'overshoot=0.1,overshoot=0.2'", "overshoot=0.2: it is there twice"),
         ("preset = 'maybe'", "preset must be one of auto, none, got 'maybe'"),
+        ("remedies = 'none'", "remedies is now preset; rename it"),
+        ("beta1 = 0.3", "beta1 is now max_beta1 in overrides; rename it"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named_with_the_file(tmp_path, text, message):

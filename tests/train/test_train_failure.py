@@ -14,6 +14,7 @@ import pytest
 
 import speech
 from oktopk.train import checkpoint
+from oktopk.utils.files import FileError
 from worlds import forkserver
 
 SETTINGS = {"epochs": 2, "checkpoint_every": 2}  # 6 steps an epoch on two ranks
@@ -193,13 +194,21 @@ def test_a_checkpoint_renamed_to_a_higher_step_is_not_believed(worlds, corpus, t
     assert {path.name for path in place.iterdir()} >= {"step-00000010", "step-00000012"}
 
 
+def test_a_checkpoint_of_another_format_says_what_to_do(worlds, corpus, tmp_path):
+    folder = broken_off(worlds, corpus, tmp_path)
+    for path in (folder / "checkpoints").glob("*/complete.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
+    with pytest.raises(FileError, match="has format 99, and this version of oktopk reads format 2"):
+        checkpoint.read_info(path.parent)
+
+
 def test_pruning_leaves_what_somebody_renamed_or_copied(tmp_path):
     for step in (1, 2, 3, 4):
         folder = checkpoint.step_folder(tmp_path, step)
         folder.mkdir()
         written = {"bytes": 0, "sha256": "00" * 32}
         files = dict.fromkeys(("common.pt", "rank-0.pt"), written)
-        facts = {"step": step, "world_size": 1, "files": files}
+        facts = {"step": step, "world_size": 1, "files": files, "format": checkpoint.FORMAT}
         (folder / "complete.json").write_text(json.dumps(facts))
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000001-best")
     (tmp_path / "step-00000002").rename(tmp_path / "step-00000000")  # as if it were older

@@ -81,7 +81,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def command(args: argparse.Namespace, argv: list[str]) -> int:
     """Start the workers, or be one of them; return the exit code."""
-    rates, methods = args.rates.split(","), _with_baselines(args.methods.split(","))
+    # argparse gives a list for a lone `--` as a value
+    rates, methods = str(args.rates).split(","), _with_baselines(str(args.methods).split(","))
     _check(args, rates)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo between processors, on every machine alike
     env = read_rank_environment()

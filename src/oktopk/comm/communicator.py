@@ -68,6 +68,9 @@ class Comm:
         A rank that finds one sets it. The collectives that exchange sizes then set it on the other
         ranks, at no cost in bytes (`_encode_sizes`).
         """
+        self.is_attached = False
+        """Whether an attached model uses it. Two would mix their collectives."""
+
         self.transport = transport
 
     def split(self, groups: Sequence[Sequence[int]]) -> Comm:

@@ -86,7 +86,7 @@ class Saved:
     facts: SavedFacts
     residuals: dict[str, Tensor]
     arrived: dict[str, Tensor]
-    """By parameter, the step in which an entry last arrived; empty without late moments."""
+    """By parameter, the step in which an entry last arrived; empty if that is not tracked."""
 
 
 def clean_name(name: str) -> str:
@@ -131,6 +131,7 @@ def load_flat(state: Any, here: Mapping[str, Any]) -> tuple[SavedEngine, Tensor 
     keys = {*here, "residual", "engine"}
     if not isinstance(state, dict) or not keys <= set(state):
         raise StateError(f"not a state of a reducer: expected one with {sorted(keys)}")
+    _check_format(state.get("format"))
     for name, mine in here.items():
         if type(state[name]) is not type(mine) or state[name] != mine:
             raise StateError(
@@ -171,17 +172,20 @@ def _parse(state: Any) -> Saved:
     return Saved(facts, residuals, arrived)
 
 
+def _check_format(version: Any) -> None:
+    if version != FORMAT:
+        raise StateError(
+            f"the state has format {short_repr(version)} and this version of oktopk reads format "
+            f"{FORMAT}: resume with the version that saved it"
+        )
+
+
 def _parse_facts(text: Any) -> SavedFacts:
     if not isinstance(text, str):
         raise StateError(f"'facts' must be text, got a {type(text).__name__}")
     try:
         values = json.loads(text)
-        version = values.get("format") if isinstance(values, dict) else None
-        if version != FORMAT:
-            raise StateError(
-                f"the state has format {version} and this version of oktopk reads format {FORMAT}: "
-                "resume with the version that saved it"
-            )
+        _check_format(values.get("format") if isinstance(values, dict) else None)
         facts = msgspec.convert(values, SavedFacts)
     except (json.JSONDecodeError, msgspec.ValidationError, RecursionError) as error:
         raise StateError(f"'facts' of the state cannot be read: {error}") from error

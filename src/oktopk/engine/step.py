@@ -138,6 +138,7 @@ class Step:
         with recorder.clock("exchange"):  # result = exchange(local)
             sums = method.exchange(local, dense_part, group.k, state, self.plan.codec, self._comm)
             recorder.sums |= by_bucket(sums, group.buckets, self._buckets)
+        del local, sums, dense_part, dense_parts, candidates  # their memory is not needed any more
         yield  # wait until all groups are exchanged and all ranks agree to apply
         for bucket in group.buckets:  # residual = acc - what was applied; gradient = result / P
             self._apply_bucket(bucket)

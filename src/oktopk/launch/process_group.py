@@ -62,8 +62,11 @@ def job_process_group(
             try:
                 detector.abort(error, _DefaultGroup())
             finally:
-                if env.world_size > 1 and hosts_store(env):  # it ends with this process
+                if env.world_size > 1:
+                    # then the detector's thread has ended: Python would abort if it found it inside
+                    # the store at exit
                     detector.wait_diagnosis()
+                if env.world_size > 1 and hosts_store(env):  # the store ends with this process
                     time.sleep(READ_SECONDS)
             raise
     detector.close()

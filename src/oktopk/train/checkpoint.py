@@ -36,6 +36,7 @@ log = logging.getLogger("oktopk")
 COMMON = "common.pt"
 COMPLETE = "complete.json"
 DIGEST = 32  # bytes of a SHA-256
+FORMAT = 2
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
@@ -52,6 +53,8 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     step: Count
     world_size: Annotated[int, Meta(ge=1, le=10**6)]
     files: dict[str, FileInfo]
+    format: Count = 1
+    """Counts up when a checkpoint changes so that older code would misread it."""
 
 
 def rank_file(rank: int) -> str:
@@ -69,7 +72,7 @@ def save(
     target = step_folder(folder, step)
     failed = f"writing the checkpoint of step {step}"
     mine = all_or_raise(comm, device, failed, lambda: _write_all(target, contents))
-    info = CheckpointInfo(step, comm.size, _gather(mine, comm, device))
+    info = CheckpointInfo(step, comm.size, _gather(mine, comm, device), FORMAT)
 
     def complete() -> None:
         # every rank writes the same content: nodes may or may not share the folder
@@ -210,6 +213,13 @@ def _is_intact(path: Path, comm: Comm) -> bool:
 def read_info(path: Path) -> CheckpointInfo:
     """Read `complete.json`. It must name the step of this folder, and a file for every rank."""
     info = read_json(path / COMPLETE, CheckpointInfo)
+    if info.format != FORMAT:
+        raise file_error(
+            path / COMPLETE,
+            f"has format {info.format}, and this version of oktopk reads format {FORMAT}",
+            place="format",
+            advice="resume with the version that saved it, or start another run with --name",
+        )
     if step_folder(path.parent, info.step).name != path.name:
         raise file_error(
             path / COMPLETE,

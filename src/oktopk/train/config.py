@@ -41,6 +41,17 @@ DEFAULT = "quickstart"
 MOST_BYTES = 2**20
 """Largest size of a config file."""
 
+RENAMED = {
+    "remedies": "preset",
+    "advance": "overshoot in overrides",
+    "beta1": "max_beta1 in overrides",
+    "late_moments": "staleness_correction in overrides",
+    "follow_rate": "rescale_with_lr in overrides",
+}
+"""Settings that had another name in earlier versions."""
+
+AS_IT_WAS = "resume with the version that started the run, or start another with --name"
+
 
 def option(default: Any, text: str, *choices: str) -> Any:
     """A field with the help text of its flag."""
@@ -204,6 +215,9 @@ def parse(text: str, name: str, path: str, whole: bool = False) -> Config:
     """
     values: dict[str, Any] = parse_toml(text, path)
     for key in values:
+        if key in RENAMED:
+            advice = AS_IT_WAS if whole else "rename it"
+            raise file_error(path, f"{key} is now {RENAMED[key]}", advice=advice)
         if key not in FIELDS:
             raise file_error(path, f"unknown key {shown(key)}{nearest(key, FIELDS)}")
     missing = [field for field in FIELDS if field not in values]

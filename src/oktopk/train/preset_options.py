@@ -30,7 +30,9 @@ def parse_overrides(text: str) -> Overrides:
                 f"overrides must be like {EXAMPLE!r} with {', '.join(NAMES)}, got {pair!r}"
             )
         try:
-            overrides[name] = tomllib.loads(f"value = {value}")["value"]
+            if name in overrides:
+                raise ValueError("it is there twice")
+            overrides[name] = tomllib.loads(f"value = {value.lower()}")["value"]
             Settings(**{name: overrides[name]})  # checks the type and the range
         except (tomllib.TOMLDecodeError, TypeError, ValueError) as error:
             raise ValueError(f"overrides: {name}={value}: {error}") from error

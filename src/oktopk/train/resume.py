@@ -16,7 +16,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from oktopk.engine.saved_state import taken_over
-from oktopk.errors import CheckpointError, ExchangeError, RunError
+from oktopk.errors import CheckpointError, ExchangeError, RunError, StateError
 from oktopk.runlog.aggregates import load_totals, reshard_totals
 from oktopk.runlog.run_directory import CHECKPOINT_FOLDER
 from oktopk.train import checkpoint
@@ -158,6 +158,8 @@ def _as_checkpoint_error(path: Path) -> Iterator[None]:
         yield
     except (RunError, ExchangeError):
         raise
+    except StateError as error:  # says itself what to do
+        raise CheckpointError(f"{path} does not fit this run: {single_line(error)}") from error
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise CheckpointError(
             f"{path} does not fit this run ({single_line(error)}): to resume from an earlier "

@@ -25,6 +25,7 @@ from oktopk.adapters.ddp.connect import agree_by_store, connect, fastest_method,
 from oktopk.adapters.ddp.driver import DriverOptions, OnStep, StepDriver
 from oktopk.adapters.ddp.handle import Handle
 from oktopk.adapters.ddp.hook import HookState, attached_to
+from oktopk.adapters.ddp.parameters import ParameterLayout
 from oktopk.adapters.ddp.validation import (
     check_model,
     check_size,
@@ -32,7 +33,6 @@ from oktopk.adapters.ddp.validation import (
     may_overlap,
     time_limit,
 )
-from oktopk.adapters.parameters import ParameterLayout
 from oktopk.adapters.policy import Policy
 from oktopk.comm.communicator import Comm
 from oktopk.methods import METHODS
@@ -110,7 +110,9 @@ def attach(
         timeout: seconds a rank waits for the others before it raises. The last third of them, at
             most 5 s, is for finding out which rank is missing.
         total_steps: how long the run will be, to warn if it ends before the sparse phase.
-        comm: exchange over this communicator instead of a new process group of the model's ranks.
+        comm: an `oktopk.Comm` to exchange over, instead of a new process group of the model's
+            ranks. It stays open when the handle is closed, but a failed exchange closes it. It has
+            the time limit of its own transport, and can serve one attached model at a time.
     """
     check_model(model)
     _check_types(model, policy=policy, on_step=on_step, comm=comm)
@@ -139,6 +141,8 @@ def attach(
         on_nonfinite=on_nonfinite,
         **chosen,
     )
+    if schedule is not None and ramp_steps is not None:
+        raise ValueError("pass schedule or ramp_steps, not both")
     if schedule is None:
         after_warmup = schedule_after_warmup(settings, scaling.optimizer, ramp_steps)
         settings = replace(settings, schedule=after_warmup)
@@ -185,10 +189,10 @@ def _start(
         "scaler": job.scaling.has_scaler,
         "comm": comm is not None,
     }
-    place = agree(arguments | model_facts(job.model, job.parameters), "attach", "oktopk.attach")
+    prefix = agree(arguments | model_facts(job.model, job.parameters), "attach", "oktopk.attach")
 
     def agree_to_load(facts: dict[str, Any], step: int) -> None:
-        agree(facts, "load_state_dict", f"{place}.step-{step}")
+        agree(facts, "load_state_dict", f"{prefix}.step-{step}")
 
     with ExitStack() as undo:  # nothing is left behind where one of these fails
         own, failure_detector = connect(job.model, job.timeout, comm, undo)
@@ -203,7 +207,9 @@ def _start(
             job.scaling,
             agree_to_load=agree_to_load,
             method_is_auto=job.method == "auto",
+            owns_comm=comm is None,
         )
+        own.is_attached = True
         undo.callback(handle.close)
         _install(job.model, handle)
         undo.pop_all()
@@ -230,7 +236,9 @@ def _check_types(
     if comm is None:
         return
     if not isinstance(comm, Comm):
-        raise TypeError(f"comm must be an oktopk Comm, got {short_repr(comm)}")
+        raise TypeError(f"comm must be an oktopk.Comm, got {short_repr(comm)}")
+    if comm.is_attached:
+        raise ValueError("this comm serves another attached model: close() its handle first")
     rank, size = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
     if (comm.rank, comm.size) != (rank, size):
         raise ValueError(

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from oktopk.adapters.ddp.parameters import ParameterLayout
 from oktopk.adapters.ddp.validation import is_on_cuda
-from oktopk.adapters.parameters import ParameterLayout
 from oktopk.comm.communicator import Comm
 from oktopk.comm.consistency import PROTOCOL, check_consistency_through_store
 from oktopk.comm.failure_detector import (

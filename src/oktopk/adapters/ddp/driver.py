@@ -17,7 +17,7 @@ from torch import Tensor
 from oktopk.adapters.clipping import clip_
 from oktopk.adapters.ddp.bucket_tracker import BucketTracker
 from oktopk.adapters.ddp.communication_thread import ReadyBucket, share
-from oktopk.adapters.parameters import ParameterLayout
+from oktopk.adapters.ddp.parameters import ParameterLayout
 from oktopk.comm.communicator import Comm
 from oktopk.comm.consistency import check_consistency
 from oktopk.comm.replica_check import check_replicas
@@ -102,12 +102,9 @@ class StepDriver:
         self.engine.set_buckets([self._parameters.bucket(names) for names in layout])
         self.layout = layout
         if residuals:
-            dtype = next(iter(residuals.values())).dtype
-            device = next(
-                iter(self._parameters.parameters.values())
-            ).device  # a state may be on CPU
-            numel = self.engine.buckets.numel
-            self.engine.residual = torch.zeros(numel, dtype=dtype, device=device)
+            like = next(iter(residuals.values()))
+            numel, device = self.engine.buckets.numel, self._parameters.device
+            self.engine.residual = torch.zeros(numel, dtype=like.dtype, device=device)
             share(self.engine.residual)
             for name, view in self.residuals.items():
                 if name in residuals:
@@ -188,9 +185,16 @@ class StepDriver:
             )
         every = self._options.check_every
         if every and plan.step and plan.step % every == 0:
-            flags = {"joined": self.joined, "has_joined": self.has_joined}
-            check_replicas(self._parameters.parameters, self._comm, plan.step, **flags)
+            try:
+                self._check_replicas(plan.step)
+            except BaseException:
+                step.discard()
+                raise
         return step
+
+    def _check_replicas(self, step: int) -> None:
+        flags = {"joined": self.joined, "has_joined": self.has_joined}
+        check_replicas(self._parameters.parameters, self._comm, step, **flags)
 
     def _rescale_residual(self) -> None:
         """Bring the residual to the present loss scale and learning rates."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from oktopk.adapters.ddp.communication_thread import CommunicationThread, ReadyBucket, reading
 from oktopk.adapters.ddp.driver import OnStep, StepDriver
 from oktopk.adapters.ddp.gathered_state import GatheredState, gather_states
-from oktopk.adapters.parameters import ParameterLayout
+from oktopk.adapters.ddp.parameters import ParameterLayout
 from oktopk.comm.communicator import Comm
 from oktopk.comm.failure_detector import FailureDetector
 from oktopk.engine import saved_state
@@ -43,6 +43,7 @@ class Handle:
         *,
         agree_to_load: AgreeToLoad,
         method_is_auto: bool,
+        owns_comm: bool = True,
     ) -> None:
         self.comm = comm
         self.driver = driver
@@ -50,6 +51,7 @@ class Handle:
         self._parameters, self._scaling = parameters, scaling
         self._agree_to_load = agree_to_load
         self._method_is_auto = method_is_auto
+        self._owns_comm = owns_comm
         this = weakref.ref(self)  # the optimizer must not keep a handle alive
         self._staleness = StalenessCorrection(
             scaling.optimizer,
@@ -155,7 +157,7 @@ class Handle:
 
         For frameworks that save what one rank has. It takes the memory of all ranks' residuals.
         """
-        state, device = self.state_dict(), next(iter(self._parameters.parameters.values())).device
+        state, device = self.state_dict(), self._parameters.device
 
         def gather() -> dict[str, Any]:
             try:
@@ -220,10 +222,15 @@ class Handle:
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """End the communication thread and its process group. To train on, attach again."""
+        """End the communication thread and its process group. To train on, attach again.
+
+        A communicator that was passed to `attach` stays open.
+        """
         self._staleness.close()
         self._finalizer()
-        self.comm.close()
+        self.comm.is_attached = False
+        if self._owns_comm:
+            self.comm.close()
 
     def _take(self, ready: ReadyBucket) -> None:
         """One bucket, on the communication thread."""

@@ -166,8 +166,8 @@ def _refuse_unordered(model: DistributedDataParallel) -> None:
     if model.find_unused_parameters and not model.static_graph and is_on_cuda(model):
         raise ValueError(
             "find_unused_parameters=True does not work with attach on CUDA: DDP then sends a map "
-            "of the used parameters by NCCL while the exchange thread sends the gradients, in an "
-            "order that differs between ranks, and the job may hang. If the same parameters are "
+            "of the used parameters by NCCL while the communication thread sends the gradients, in "
+            "an order that differs between ranks, and the job may hang. If the same parameters are "
             "unused in every step, use DistributedDataParallel(..., static_graph=True); else let "
             "every parameter take part in the loss, for instance times 0"
         )

@@ -71,7 +71,7 @@ def cost(work: Work) -> Cost:
 METHOD = SparseMethod(
     name="oktopk",
     summary="top k by region: split and reduce, global threshold, balanced gather",
-    words="2k(P-1)/P .. 6k(P-1)/P",
+    words="4k(P-1)/P, at most 6k(P-1)/P",
     cost=cost,
     keeps_k=True,
     select=near_exact,

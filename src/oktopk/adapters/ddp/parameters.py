@@ -29,6 +29,11 @@ class ParameterLayout:
         self._policy = policy
 
     @property
+    def device(self) -> torch.device:
+        """Of the parameters; a loaded state may be on another one."""
+        return next(iter(self.parameters.values())).device
+
+    @property
     def frozen(self) -> list[str]:
         """Names of the parameters that are not trained."""
         return [name for name in self._names.values() if name not in self.parameters]

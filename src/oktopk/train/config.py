@@ -235,7 +235,13 @@ def parse(text: str, name: str, path: str, whole: bool = False) -> Config:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """A hint at the most similar known name; empty when none is similar."""
+    """A hint at the present name of a renamed setting, or at the most similar known name.
+
+    Empty when there is neither.
+    """
+    setting = name.lstrip("-").replace("-", "_")
+    if setting in RENAMED:
+        return f"; {setting} is now {RENAMED[setting]}"
     close = difflib.get_close_matches(name[:LONGEST_NAME], known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 

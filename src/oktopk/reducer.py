@@ -142,7 +142,7 @@ class Reducer:
             "method": self.settings.method,
             "size": self.comm.size,
             "residual": None if residual is None else residual.clone(),
-            "engine": self._engine.state_dict(),
+            "engine": to_builtins(self._engine.save()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -150,7 +150,7 @@ class Reducer:
         here = {"numel": self.numel, "method": self.settings.method, "size": self.comm.size}
         engine, residual = saved_state.load_flat(state, here)
         self._engine.residual = None if residual is None else residual.clone()
-        self._engine.load_state_dict(to_builtins(engine))
+        self._engine.load(engine)
         self._agreed = False  # the ranks may have loaded different states
 
     def _check(self, grad: Tensor) -> None:

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from oktopk.comm.simulated import single_rank_comm
 from oktopk.engine.buckets import Bucket
@@ -40,7 +41,7 @@ def take(one: Engine, seed: int, bad: float | None = None):
 
 
 def frozen(one: Engine) -> tuple:
-    return one.residual.clone(), one.state_dict() | {"step": 0, "skipped": 0}
+    return one.residual.clone(), replace(one.save(), step=0, skipped=0)
 
 
 @pytest.mark.parametrize("group_numel", [1, 10**6])

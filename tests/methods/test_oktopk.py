@@ -248,5 +248,5 @@ def test_a_state_of_other_groups_gives_its_counters():
             current.add_bucket(bucket, STREAMS["heavy"](1000, bucket, step).float())
         many.finish(current)
     one = Engine(Settings(density=0.1), single_rank_comm(), buckets)
-    one.load_state_dict(many.state_dict())
+    one.load(many.save())
     assert one.step == 3 and len(one.group_states) == 1 and one.quotas == []

@@ -14,8 +14,8 @@ from __future__ import annotations
 from copy import copy
 from hashlib import sha256
 from threading import RLock
-from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -26,12 +26,25 @@ from oktopk.engine.step import Memory, Step
 from oktopk.errors import NonfiniteError
 from oktopk.methods import METHODS
 from oktopk.methods.base import SparseMethod, SparseSum
-from oktopk.methods.state import MethodState
+from oktopk.methods.state import Count, MethodState, SavedThresholds
 from oktopk.settings import Settings
 from oktopk.sparse import acc_dtype
 from oktopk.stats import StepStats
 
 NEVER = 2**62  # steps, or entries
+
+
+class SavedEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """What a resumed run needs of an `Engine`, apart from the residual."""
+
+    step: Count
+    skipped: Count
+    numels: list[Count]
+    """Sizes of the buckets that thresholds and quotas are for."""
+
+    quotas: list[Count]
+    group_states: list[SavedThresholds]
+    model_state: SavedThresholds
 
 
 class Engine:
@@ -170,39 +183,38 @@ class Engine:
                 state.local = state.local and state.local.scaled(factor)
                 state.result = state.result and state.result.scaled(factor)
 
-    def state_dict(self) -> dict[str, Any]:
+    def save(self) -> SavedEngine:
         """Counters, thresholds, bounds and quotas. The caller saves the residual, by name."""
-        return {
-            "step": self.step,
-            "skipped": self.skipped,
-            "numels": self.buckets.numels,
-            "quotas": list(self.quotas),
-            "group_states": [state.state_dict() for state in self.group_states],
-            "model_state": self.model_state.state_dict(),
-        }
+        return SavedEngine(
+            step=self.step,
+            skipped=self.skipped,
+            numels=self.buckets.numels,
+            quotas=list(self.quotas),
+            group_states=[state.save() for state in self.group_states],
+            model_state=self.model_state.save(),
+        )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load(self, saved: SavedEngine) -> None:
         """Bit-exact for the same groups of buckets; else only the counters are taken over."""
-        self.step, self.skipped = state["step"], state["skipped"]
-        if not self._has_same_groups(state):
+        self.step, self.skipped = saved.step, saved.skipped
+        if not self._has_same_groups(saved):
             return
-        self.quotas = list(state["quotas"])
-        self.model_state.load_state_dict(state["model_state"])
-        for mine, saved in zip(self.group_states, state["group_states"], strict=True):
-            mine.load_state_dict(saved)
+        self.quotas = list(saved.quotas)
+        self.model_state.load(saved.model_state)
+        for state, thresholds in zip(self.group_states, saved.group_states, strict=True):
+            state.load(thresholds)
 
-    def _has_same_groups(self, state: dict[str, Any]) -> bool:
+    def _has_same_groups(self, saved: SavedEngine) -> bool:
         """Whether thresholds, bounds and quotas were saved for these groups of buckets."""
-        groups = self.buckets.groups
-        if state["numels"] != self.buckets.numels or len(state["group_states"]) != len(groups):
+        groups, starts = self.buckets.groups, self.buckets.starts
+        if saved.numels != self.buckets.numels or len(saved.group_states) != len(groups):
             return False
-        if len(state["quotas"]) not in (0, len(groups)):
+        if len(saved.quotas) not in (0, len(groups)):
             return False
-        starts = self.buckets.starts
         numels = [starts[group.stop] - starts[group.start] for group in groups]
-        states = (*state["group_states"], state["model_state"])
+        states = (*saved.group_states, saved.model_state)
         pairs = zip(states, (*numels, self.buckets.numel), strict=True)
-        return all(saved["bounds"] is None or saved["bounds"][-1] == n for saved, n in pairs)
+        return all(state.bounds is None or state.bounds[-1] == n for state, n in pairs)
 
     def shared(self) -> str:
         """A digest of what must be the same on every rank before a step."""

@@ -17,42 +17,20 @@ from msgspec import Meta
 from torch import Tensor
 
 from oktopk.engine.buckets import Layout
+from oktopk.engine.engine import SavedEngine
 from oktopk.errors import StateError
+from oktopk.methods.state import Count
 from oktopk.sparse import acc_dtype
 from oktopk.utils.arguments import short_repr
 
 FORMAT = 2
 """Counts up when a state dict changes so that older code would misread it."""
 
-Count = Annotated[int, Meta(ge=0, lt=2**62)]
-Estimate = Annotated[list[float], Meta(min_length=2, max_length=2)]
 T = TypeVar("T")
 DTYPES = (torch.float32, torch.float64)
 """Of a residual."""
 RANKS = "ranks"
 """Key of the states of all ranks in a gathered state."""
-
-
-class SavedThresholds(msgspec.Struct, frozen=True, kw_only=True):
-    """What a method keeps between steps (`methods.state.MethodState`)."""
-
-    step: Count
-    local: Estimate | None
-    result: Estimate | None
-    bounds: list[Count] | None
-    uneven: bool
-    single_owner: bool
-
-
-class SavedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters, quotas and thresholds of `engine.Engine`."""
-
-    step: Count
-    skipped: Count
-    numels: list[Count]
-    quotas: list[Count]
-    group_states: list[SavedThresholds]
-    model_state: SavedThresholds
 
 
 class SavedRates(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from oktopk.sparse import EntryBuffer
 
 MIN_SLOPE, MAX_SLOPE = 0.5, 64.0
+
+Count = Annotated[int, Meta(ge=0, lt=2**62)]
+Pair = Annotated[list[float], Meta(min_length=2, max_length=2)]
+"""Threshold and slope of an estimate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,17 @@ def slope_between(low: float, count_low: int, high: float, count_high: int) -> f
     return min(max(slope, MIN_SLOPE), MAX_SLOPE)
 
 
+class SavedThresholds(msgspec.Struct, frozen=True, kw_only=True):
+    """A `MethodState` as it is saved."""
+
+    step: Count
+    local: Pair | None
+    result: Pair | None
+    bounds: list[Count] | None
+    uneven: bool
+    single_owner: bool
+
+
 @dataclass(slots=True)
 class MethodState:
     """Threshold estimates, region bounds and the number of sparse steps."""
@@ -85,23 +103,24 @@ class MethodState:
         """What must be the same on every rank, as text to compare."""
         return repr((self.step, self.result, self.bounds, self.uneven, self.single_owner))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists only, so that JSON and safe loading accept it."""
-        return {
-            "step": self.step,
-            "local": _pair(self.local),
-            "result": _pair(self.result),
-            "bounds": None if self.bounds is None else list(self.bounds),
-            "uneven": self.uneven,
-            "single_owner": self.single_owner,
-        }
+    def save(self) -> SavedThresholds:
+        """What a resumed run needs."""
+        return SavedThresholds(
+            step=self.step,
+            local=_pair(self.local),
+            result=_pair(self.result),
+            bounds=None if self.bounds is None else list(self.bounds),
+            uneven=self.uneven,
+            single_owner=self.single_owner,
+        )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
-        self.local = None if state["local"] is None else ThresholdEstimate(*state["local"])
-        self.result = None if state["result"] is None else ThresholdEstimate(*state["result"])
-        self.bounds = None if state["bounds"] is None else list(state["bounds"])
-        self.uneven, self.single_owner = state["uneven"], state["single_owner"]
+    def load(self, saved: SavedThresholds) -> None:
+        """Continue from what `save` returned."""
+        self.step = saved.step
+        self.local = None if saved.local is None else ThresholdEstimate(*saved.local)
+        self.result = None if saved.result is None else ThresholdEstimate(*saved.result)
+        self.bounds = None if saved.bounds is None else list(saved.bounds)
+        self.uneven, self.single_owner = saved.uneven, saved.single_owner
 
 
 def _pair(estimate: ThresholdEstimate | None) -> list[float] | None:

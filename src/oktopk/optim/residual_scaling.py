@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from oktopk.engine.saved_state import SavedRates
+
 LOWEST = 0.1  # of the highest rate: the lowest that residuals follow
 
 
@@ -71,12 +73,14 @@ class ResidualScaling:
         before, self._scale = self._scale, self._scaler.get_scale() if self._scaler else None
         return self._scale / before if self._scale and before else 1.0
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"rates": dict(self._rates), "peaks": dict(self._peaks), "scale": self._scale}
+    def save(self) -> SavedRates:
+        """What a resumed run needs."""
+        return SavedRates(rates=dict(self._rates), peaks=dict(self._peaks), scale=self._scale)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rates, self._scale = dict(state["rates"]), state["scale"]
-        self._peaks = dict(state.get("peaks", state["rates"]))
+    def load(self, saved: SavedRates) -> None:
+        """Continue from what `save` returned."""
+        self._rates, self._peaks = dict(saved.rates), dict(saved.peaks)
+        self._scale = saved.scale
 
     def _present_rates(self, parameters: dict[str, Tensor]) -> dict[str, float]:
         if self.optimizer is None:

@@ -130,17 +130,18 @@ class Handle:
         """
         engine = self.driver.engine
         with engine.lock:
-            facts = {
-                "format": saved_state.FORMAT,
-                "method": self.settings.method,
-                "world_size": self.comm.size,
-                "rank": self.comm.rank,
-                "frozen": self._parameters.frozen,
-                "layout": self.driver.layout,
-                "settled_layout": self.driver.buckets.settled,
-                "engine": engine.state_dict(),
-                "residual_scaling": self._scaling.state_dict(),
-            }
+            facts = saved_state.SavedFacts(
+                format=saved_state.FORMAT,
+                method=self.settings.method,
+                world_size=self.comm.size,
+                rank=self.comm.rank,
+                frozen=self._parameters.frozen,
+                layout=self.driver.layout,
+                settled_layout=self.driver.buckets.settled,
+                engine=engine.save(),
+                residual_scaling=self._scaling.save(),
+            )
+            text = json.dumps(to_builtins(facts))  # not msgspec's JSON, which has no Infinity
             views = self.residuals
             with reading(engine.residual):
                 residuals = {
@@ -150,7 +151,7 @@ class Handle:
                     for name, p in self._parameters.parameters.items()
                 }
             arrived = self._staleness.state_dict()
-            return {"residuals": residuals, "arrived": arrived, "facts": json.dumps(facts)}
+            return {"residuals": residuals, "arrived": arrived, "facts": text}
 
     def gathered_state_dict(self) -> dict[str, Any]:
         """The states of all ranks, on every rank. A collective: all ranks must call it.
@@ -183,8 +184,8 @@ class Handle:
         with engine.lock:
             engine.settings = replace(self.settings, method=facts.method)
             self.driver.set_layout(facts.layout, saved.residuals if has_residual else {})
-            engine.load_state_dict(to_builtins(facts.engine))
-            self._scaling.load_state_dict(to_builtins(facts.residual_scaling))
+            engine.load(facts.engine)
+            self._scaling.load(facts.residual_scaling)
             self._staleness.load_state_dict(saved.arrived)
             self.driver.restart(facts.settled_layout)
 

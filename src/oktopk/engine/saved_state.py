@@ -151,7 +151,7 @@ def _parse(state: Any) -> Saved:
 
 
 def _check_format(version: Any) -> None:
-    if version != FORMAT:
+    if not isinstance(version, int) or version != FORMAT:  # a tensor has no truth value
         raise StateError(
             f"the state has format {short_repr(version)} and this version of oktopk reads format "
             f"{FORMAT}: resume with the version that saved it"

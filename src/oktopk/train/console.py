@@ -60,7 +60,8 @@ class ProgressBar:
         sums = self._totals.whole
         saved = 1 - sums.bytes_sent / sums.bytes_dense if sums.bytes_dense else 0.0
         kept = (record.result or 0) / record.numel if record.numel else 0.0
-        return f"{loss}  {record.phase}  density {kept:.2%}  bytes saved {saved:.0%}"
+        percent = round(100 * saved)  # an integer: a fraction may be printed as -0
+        return f"{loss}  {record.phase}  density {kept:.2%}  bytes saved {percent}%"
 
     def print(self, text: str) -> None:
         """Print a line above the bar."""

@@ -49,8 +49,8 @@ def handle_state(desk: Desk) -> Input:
     one, rng = Attached.get(), desk.rng
     state: Any = dict(one.state)
     if rng.random() < 0.6:
-        facts, what = odd.changed(rng, json.loads(state["facts"]), odd.plain)
-        state["facts"] = json.dumps(facts)
+        metadata, what = odd.changed(rng, json.loads(state["metadata"]), odd.plain)
+        state["metadata"] = json.dumps(metadata)
     else:
         state, what = odd.changed(rng, state)
     return Input(what, lambda: _load(one, state, one.step), WRONG)

@@ -145,7 +145,7 @@ class Planted:
         """A state at an odd moment; refusing it is an answer too."""
         try:
             state = self.handle.state_dict()
-            found = {"at": json.loads(state["facts"])["engine"]["step"], "state": owed(state)}
+            found = {"at": json.loads(state["metadata"])["engine"]["step"], "state": owed(state)}
         except Exception as error:  # noqa: BLE001 - judged by the type and the message
             found = {"refused": f"{type(error).__name__}: {error}"}
         note(self._job, "odd", found)

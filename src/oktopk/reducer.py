@@ -155,7 +155,7 @@ class Reducer:
 
     def _check(self, grad: Tensor) -> None:
         if not self._agreed:  # all ranks find out together, before one of them waits for another
-            facts = asdict(self.settings) | {
+            values = asdict(self.settings) | {
                 "numel": self.numel,
                 "step": self.step,
                 "state": self._engine.shared(),
@@ -166,7 +166,7 @@ class Reducer:
                 "gradient is contiguous": grad.is_contiguous(),
             }
             has_data = grad.device.type != "meta"
-            check_consistency(self.comm, grad.device if has_data else torch.device("cpu"), facts)
+            check_consistency(self.comm, grad.device if has_data else torch.device("cpu"), values)
             self._agreed = True
         check_gradient(grad, self.numel, f"rank {self.comm.rank}, step {self.step}")
 

@@ -250,7 +250,7 @@ def states_while_rates_change(group) -> list[tuple[float, float]]:
         thread.join()
         handle.close()
     return [
-        (json.loads(state["facts"])["residual_scaling"]["rates"]["weight"], float(owed[-1, -1]))
+        (json.loads(state["metadata"])["residual_scaling"]["rates"]["weight"], float(owed[-1, -1]))
         for state in seen
         if (owed := state["residuals"]["weight"])[-1, -1]
     ]

@@ -112,10 +112,10 @@ def test_another_number_of_ranks_owes_the_same(worlds):
 
 
 def load_changed(group, changes: dict) -> str:
-    """What is said of a state whose facts were changed, or that lacks a parameter."""
+    """What is said of a state whose metadata were changed, or that lacks a parameter."""
     _, _, _, handle = build(group, IDIOMS["plain"], 0, SPARSE)
     state = handle.state_dict()
-    state["facts"] = json.dumps(json.loads(state["facts"]) | changes)
+    state["metadata"] = json.dumps(json.loads(state["metadata"]) | changes)
     if not changes:
         del state["residuals"]["head.bias"]
     try:
@@ -146,7 +146,7 @@ def load_lists(group) -> tuple[list[str], int]:
     _, _, _, handle = build(group, IDIOMS["plain"], 0, SPARSE)
     rank0, rank1 = handle.state_dict(), handle.state_dict()
     for rank, state in enumerate((rank0, rank1)):
-        state["facts"] = json.dumps(json.loads(state["facts"]) | {"rank": rank})
+        state["metadata"] = json.dumps(json.loads(state["metadata"]) | {"rank": rank})
     said = []
     for bad in ([], {}, [rank0, {}], [rank0, rank0], [rank1]):
         try:

@@ -156,7 +156,7 @@ def test_an_odd_step_is_told_with_its_line(tmp_path, name, value):
 def complete(step: int = 3) -> dict:
     names = ["common.pt", "rank-0.pt", "rank-1.pt"]
     written = {name: {"bytes": 5, "sha256": "ab" * 32} for name in names}
-    return {"step": step, "world_size": 2, "files": written}
+    return {"format": checkpoint.FORMAT, "step": step, "world_size": 2, "files": written}
 
 
 def test_complete_json(tmp_path):

@@ -22,7 +22,7 @@ THRESHOLDS = {
     "uneven": False,
     "single_owner": False,
 }
-FACTS = {
+METADATA = {
     "format": saved_state.FORMAT,
     "method": "oktopk",
     "world_size": 2,
@@ -46,7 +46,7 @@ def a_state(**changes) -> dict:
     return {
         "residuals": {name: torch.ones(shape) for name, shape in SHAPES.items()},
         "arrived": {"a": torch.zeros(4, 3, dtype=torch.int32)},
-        "facts": json.dumps(FACTS | changes),
+        "metadata": json.dumps(METADATA | changes),
     }
 
 
@@ -64,14 +64,14 @@ def load(state, rank=0, world_size=2, method="oktopk", names="ab", frozen="c"):
 
 def changed(**changes) -> dict:
     """A state with changed parts, given by path: engine__step=..."""
-    state, facts = a_state(), copy.deepcopy(FACTS)
+    state, metadata = a_state(), copy.deepcopy(METADATA)
     for path, value in changes.items():
         *way, last = path.split("__")
-        at = facts
+        at = metadata
         for key in way:
             at = at[key]
         at[last] = value
-    return state | {"facts": json.dumps(facts)}
+    return state | {"metadata": json.dumps(metadata)}
 
 
 def test_states_of_different_steps_are_not_put_together():
@@ -82,7 +82,7 @@ def test_states_of_different_steps_are_not_put_together():
 
 def test_a_good_state_is_read():
     saved = load(a_state())
-    assert saved.facts.engine.step == 7 and saved.residuals["a"].shape == (4, 3)
+    assert saved.metadata.engine.step == 7 and saved.residuals["a"].shape == (4, 3)
 
 
 def test_a_rank_refuses_the_residuals_of_another_rank():
@@ -94,7 +94,7 @@ def test_a_rank_refuses_the_residuals_of_another_rank():
 @pytest.mark.parametrize("form", [list, lambda states: {"ranks": states}], ids=["list", "gathered"])
 def test_states_of_all_ranks_give_each_its_own(form):
     states = form([a_state(rank=0), a_state(rank=1)])
-    assert [load(states, rank=rank).facts.rank for rank in (0, 1)] == [0, 1]
+    assert [load(states, rank=rank).metadata.rank for rank in (0, 1)] == [0, 1]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -106,8 +106,8 @@ def test_another_world_size_keeps_the_sum_of_residuals(world_size):
 
 def test_frozen_then_or_now_is_no_other_model():
     thawed = load(a_state(), names="abc", frozen="")
-    assert not thawed.residuals["c"].any() and thawed.facts.layout == []
-    assert thawed.facts.engine.step == 7
+    assert not thawed.residuals["c"].any() and thawed.metadata.layout == []
+    assert thawed.metadata.engine.step == 7
     froze = load(a_state(), names="a", frozen="bc")
     assert set(froze.residuals) == {"a"}
 
@@ -121,10 +121,13 @@ def test_names_of_torch_compile_are_the_names_without_it():
 WRONG = {
     "no dict": (5, "not a state of a handle"),
     "format of the past": (changed(format=0), "has format 0 and this version of oktopk reads"),
-    "no format": (a_state() | {"facts": "{}"}, "has format None"),
-    "facts of another type": (a_state() | {"facts": 3}, "'facts' must be text, got a int"),
-    "facts that are no JSON": (a_state() | {"facts": "{"}, "'facts' of the state cannot be read"),
-    "deep JSON": (a_state() | {"facts": "[" * 10**5}, "'facts' of the state cannot be read"),
+    "no format": (a_state() | {"metadata": "{}"}, "has format None"),
+    "metadata of another type": (a_state() | {"metadata": 3}, "'metadata' must be text, got a int"),
+    "metadata that are no JSON": (
+        a_state() | {"metadata": "{"},
+        "'metadata' of the state cannot be read",
+    ),
+    "deep JSON": (a_state() | {"metadata": "[" * 10**5}, "'metadata' of the state cannot be read"),
     "a type": (changed(engine__step="7"), r"cannot be read: Expected `int`, got `str` .*engine"),
     "a huge number": (changed(engine__step=10**400), "cannot be read"),
     "a negative number": (changed(engine__quotas=[-1]), "cannot be read"),
@@ -178,8 +181,8 @@ def test_odd_states_are_one_kind_of_error():
     draw = random.Random(1)
     outcomes = {"read": 0, "refused": 0}
     for _ in range(1000):
-        facts, state = copy.deepcopy(FACTS), a_state()
-        at, key = facts, draw.choice(list(facts))
+        metadata, state = copy.deepcopy(METADATA), a_state()
+        at, key = metadata, draw.choice(list(metadata))
         while isinstance(at[key], dict) and at[key] and draw.random() < 0.8:
             at, key = at[key], draw.choice(list(at[key]))
         value = draw.choice(ODD)
@@ -187,7 +190,7 @@ def test_odd_states_are_one_kind_of_error():
             del at[key]
         elif not isinstance(value, torch.Tensor):
             at[key] = value
-        state["facts"] = json.dumps(facts)
+        state["metadata"] = json.dumps(metadata)
         if draw.random() < 0.3:
             state[draw.choice(list(state))] = value
         try:

@@ -41,7 +41,7 @@ class SavedRates(msgspec.Struct, frozen=True, kw_only=True):
     scale: float | None
 
 
-class SavedFacts(msgspec.Struct, frozen=True, kw_only=True):
+class SavedMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """All of a state that is not a tensor."""
 
     format: int
@@ -61,7 +61,7 @@ class SavedFacts(msgspec.Struct, frozen=True, kw_only=True):
 class Saved:
     """A state that was read and checked: one rank's."""
 
-    facts: SavedFacts
+    metadata: SavedMetadata
     residuals: dict[str, Tensor]
     arrived: dict[str, Tensor]
     """By parameter, the step in which an entry last arrived; empty if that is not tracked."""
@@ -94,10 +94,10 @@ def load(
             saved = _resharded([_parse(each) for each in states], rank, world_size)
         else:
             saved = _of_this_rank(_parse(states), rank, world_size)
-        if method is not None and saved.facts.method != method:
+        if method is not None and saved.metadata.method != method:
             raise StateError(
-                f"the state was saved with method={saved.facts.method!r} and this is {method!r}: "
-                "attach with the method it was saved with"
+                f"the state was saved with method={saved.metadata.method!r} and this is "
+                f"{method!r}: attach with the method it was saved with"
             )
         return _fitted(saved, parameters, frozen)
     except StateError as error:
@@ -134,20 +134,20 @@ def load_flat(state: Any, here: Mapping[str, Any]) -> tuple[SavedEngine, Tensor 
 
 def _parse(state: Any) -> Saved:
     """One rank's state, of the right types."""
-    if not isinstance(state, dict) or not {"facts", "residuals"} <= set(state):
+    if not isinstance(state, dict) or not {"metadata", "residuals"} <= set(state):
         had = sorted(map(str, state)) if isinstance(state, dict) else f"a {type(state).__name__}"
         raise StateError(
-            "not a state of a handle: expected what `state_dict` gave, with 'facts' and "
+            "not a state of a handle: expected what `state_dict` gave, with 'metadata' and "
             f"'residuals', got {had or 'an empty one'}"
         )
-    facts = _parse_facts(state["facts"])
+    metadata = _parse_metadata(state["metadata"])
     residuals = _tensors(state["residuals"], "residuals", DTYPES)
     arrived = _tensors(state.get("arrived", {}), "arrived", (torch.int32,))
     for name, residual in residuals.items():
         if not torch.isfinite(residual).all():
             raise StateError(f"the residual of {name!r} has a NaN or Inf: load an older checkpoint")
-    _check_layout(facts, residuals)
-    return Saved(facts, residuals, arrived)
+    _check_layout(metadata, residuals)
+    return Saved(metadata, residuals, arrived)
 
 
 def _check_format(version: Any) -> None:
@@ -158,26 +158,28 @@ def _check_format(version: Any) -> None:
         )
 
 
-def _parse_facts(text: Any) -> SavedFacts:
+def _parse_metadata(text: Any) -> SavedMetadata:
     if not isinstance(text, str):
-        raise StateError(f"'facts' must be text, got a {type(text).__name__}")
+        raise StateError(f"'metadata' must be text, got a {type(text).__name__}")
     try:
         values = json.loads(text)
         _check_format(values.get("format") if isinstance(values, dict) else None)
-        facts = msgspec.convert(values, SavedFacts)
+        metadata = msgspec.convert(values, SavedMetadata)
     except (json.JSONDecodeError, msgspec.ValidationError, RecursionError) as error:
-        raise StateError(f"'facts' of the state cannot be read: {error}") from error
-    _check_numbers(facts)
-    return facts
+        raise StateError(f"'metadata' of the state cannot be read: {error}") from error
+    _check_numbers(metadata)
+    return metadata
 
 
-def _check_numbers(facts: SavedFacts) -> None:
+def _check_numbers(metadata: SavedMetadata) -> None:
     """What types cannot say: numbers that must fit each other."""
-    if facts.rank >= facts.world_size:
-        raise StateError(f"the state is of rank {facts.rank} of {facts.world_size}")
-    _check_engine(facts.engine, facts.world_size)
-    rates = (*facts.residual_scaling.rates.values(), *facts.residual_scaling.peaks.values())
-    if not all(0 <= rate < float("inf") for rate in (*rates, facts.residual_scaling.scale or 1.0)):
+    if metadata.rank >= metadata.world_size:
+        raise StateError(f"the state is of rank {metadata.rank} of {metadata.world_size}")
+    _check_engine(metadata.engine, metadata.world_size)
+    rates = (*metadata.residual_scaling.rates.values(), *metadata.residual_scaling.peaks.values())
+    if not all(
+        0 <= rate < float("inf") for rate in (*rates, metadata.residual_scaling.scale or 1.0)
+    ):
         raise StateError("a learning rate or loss scale in the state is no positive number")
 
 
@@ -208,16 +210,16 @@ def _tensors(value: Any, key: str, dtypes: tuple[torch.dtype, ...]) -> dict[str,
 
 
 def _of_this_rank(saved: Saved, rank: int, world_size: int) -> Saved:
-    facts = saved.facts
-    if facts.world_size != world_size:
+    metadata = saved.metadata
+    if metadata.world_size != world_size:
         raise StateError(
-            f"the state was saved by {facts.world_size} ranks and there are {world_size}: "
+            f"the state was saved by {metadata.world_size} ranks and there are {world_size}: "
             "pass the list of all ranks' states"
         )
-    if facts.rank != rank:
+    if metadata.rank != rank:
         raise StateError(
-            f"the state was saved by rank {facts.rank}, and every rank has residuals of its own: "
-            "save and load one file per rank; where a framework saves one state for all ranks "
+            f"the state was saved by rank {metadata.rank}, and every rank has residuals of its "
+            "own: save and load one file per rank; where a framework saves one state for all ranks "
             "(Accelerate's register_for_checkpointing, callbacks of Lightning), give it "
             "`handle.gathered` instead of the handle"
         )
@@ -228,20 +230,21 @@ def _resharded(states: list[Saved], rank: int, world_size: int) -> Saved:
     """Residuals by `taken_over`: their sum over ranks is as before."""
     if not states:
         raise StateError("the list of states is empty: pass those of all ranks")
-    ordered = sorted(states, key=lambda saved: saved.facts.rank)
-    facts, ranks = ordered[0].facts, [saved.facts.rank for saved in ordered]
-    if ranks != list(range(facts.world_size)):
+    ordered = sorted(states, key=lambda saved: saved.metadata.rank)
+    metadata, ranks = ordered[0].metadata, [saved.metadata.rank for saved in ordered]
+    if ranks != list(range(metadata.world_size)):
         raise StateError(
-            f"expected the states of all {facts.world_size} ranks that saved, each once, got "
+            f"expected the states of all {metadata.world_size} ranks that saved, each once, got "
             f"those of ranks {ranks}"
         )
     for saved in ordered:
         if _shapes(saved) != _shapes(ordered[0]):
-            raise StateError(f"the states of ranks 0 and {saved.facts.rank} are of other models")
-        if saved.facts.engine.step != facts.engine.step:
+            raise StateError(f"the states of ranks 0 and {saved.metadata.rank} are of other models")
+        if saved.metadata.engine.step != metadata.engine.step:
             raise StateError(
-                f"the state of rank 0 is of step {facts.engine.step}, that of rank "
-                f"{saved.facts.rank} of step {saved.facts.engine.step}: pass those of one step"
+                f"the state of rank 0 is of step {metadata.engine.step}, that of rank "
+                f"{saved.metadata.rank} of step {saved.metadata.engine.step}: pass those of one "
+                "step"
             )
     if len(ranks) == world_size:
         return ordered[rank]
@@ -251,9 +254,9 @@ def _resharded(states: list[Saved], rank: int, world_size: int) -> Saved:
         for name, like in ordered[0].residuals.items()
     }
     # thresholds and bounds were for another world size: without sizes they are not taken over
-    engine = msgspec.structs.replace(facts.engine, numels=[])
-    facts = msgspec.structs.replace(facts, rank=rank, world_size=world_size, engine=engine)
-    return Saved(facts, residuals, ordered[0].arrived)  # arrivals are the same on every rank
+    engine = msgspec.structs.replace(metadata.engine, numels=[])
+    metadata = msgspec.structs.replace(metadata, rank=rank, world_size=world_size, engine=engine)
+    return Saved(metadata, residuals, ordered[0].arrived)  # arrivals are the same on every rank
 
 
 def taken_over(states: Sequence[T], rank: int, world_size: int) -> Sequence[T]:
@@ -271,7 +274,7 @@ def _shapes(saved: Saved) -> dict[str, torch.Size]:
 
 def _fitted(saved: Saved, parameters: Mapping[str, Tensor], frozen: Collection[str]) -> Saved:
     """With exactly the parameters that this run trains; the others are frozen, then or now."""
-    missing = parameters.keys() - saved.residuals.keys() - set(saved.facts.frozen)
+    missing = parameters.keys() - saved.residuals.keys() - set(saved.metadata.frozen)
     unknown = saved.residuals.keys() - parameters.keys() - set(frozen)
     if missing or unknown:
         only = sorted(missing | unknown)
@@ -290,16 +293,16 @@ def _fitted(saved: Saved, parameters: Mapping[str, Tensor], frozen: Collection[s
         for name, parameter in parameters.items()
     }
     # DDP has other buckets for other parameters
-    engine = msgspec.structs.replace(saved.facts.engine, numels=[])
-    facts = msgspec.structs.replace(saved.facts, engine=engine, layout=[], settled_layout=[])
-    return Saved(facts, residuals, saved.arrived)
+    engine = msgspec.structs.replace(saved.metadata.engine, numels=[])
+    metadata = msgspec.structs.replace(saved.metadata, engine=engine, layout=[], settled_layout=[])
+    return Saved(metadata, residuals, saved.arrived)
 
 
-def _check_layout(facts: SavedFacts, residuals: Mapping[str, Tensor]) -> None:
-    for layout in (facts.layout, facts.settled_layout):
+def _check_layout(metadata: SavedMetadata, residuals: Mapping[str, Tensor]) -> None:
+    for layout in (metadata.layout, metadata.settled_layout):
         named = Counter(name for bucket in layout for name in bucket)
         if layout and named != Counter(residuals.keys()):
             raise StateError("the buckets in the state do not hold each of its parameters once")
-    sizes = [sum(residuals[name].numel() for name in bucket) for bucket in facts.layout]
-    if facts.engine.numels not in ([], sizes):
+    sizes = [sum(residuals[name].numel() for name in bucket) for bucket in metadata.layout]
+    if metadata.engine.numels not in ([], sizes):
         raise StateError(f"the buckets in the state have {sizes} entries, not as it says")

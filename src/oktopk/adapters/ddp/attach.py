@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from oktopk.adapters.ddp.communication_thread import ReadyBucket
-from oktopk.adapters.ddp.connect import agree_by_store, connect, fastest_method, model_facts
+from oktopk.adapters.ddp.connect import agree_by_store, connect, describe_model, fastest_method
 from oktopk.adapters.ddp.driver import DriverOptions, OnStep, StepDriver
 from oktopk.adapters.ddp.handle import Handle
 from oktopk.adapters.ddp.hook import HookState, attached_to
@@ -189,10 +189,10 @@ def _start(
         "scaler": job.scaling.has_scaler,
         "comm": comm is not None,
     }
-    prefix = agree(arguments | model_facts(job.model, job.parameters), "attach", "oktopk.attach")
+    prefix = agree(arguments | describe_model(job.model, job.parameters), "attach", "oktopk.attach")
 
-    def agree_to_load(facts: dict[str, Any], step: int) -> None:
-        agree(facts, "load_state_dict", f"{prefix}.step-{step}")
+    def agree_to_load(values: dict[str, Any], step: int) -> None:
+        agree(values, "load_state_dict", f"{prefix}.step-{step}")
 
     with ExitStack() as undo:  # nothing is left behind where one of these fails
         own, failure_detector = connect(job.model, job.timeout, comm, undo)

@@ -31,9 +31,9 @@ from oktopk.wire.codec import entry_bits
 log = logging.getLogger("oktopk")
 
 
-def model_facts(model: DistributedDataParallel, layout: ParameterLayout) -> dict[str, Any]:
+def describe_model(model: DistributedDataParallel, layout: ParameterLayout) -> dict[str, Any]:
     """What must be the same on every rank besides the arguments: versions, group, parameters."""
-    facts: dict[str, Any] = {
+    values: dict[str, Any] = {
         "oktopk": __version__,
         "protocol": PROTOCOL,
         "world size": dist.get_world_size(model.process_group),
@@ -45,15 +45,17 @@ def model_facts(model: DistributedDataParallel, layout: ParameterLayout) -> dict
     }
     for name, p in layout.parameters.items():
         travels = "dense" if layout.is_dense(name) else "sparse"
-        facts[f"parameter {name!r}"] = f"{list(p.shape)} {p.dtype} {p.device.type} {travels}"
-    return facts
+        values[f"parameter {name!r}"] = f"{list(p.shape)} {p.dtype} {p.device.type} {travels}"
+    return values
 
 
-def agree_by_store(group: Any, timeout: float, facts: dict[str, Any], call: str, place: str) -> str:
+def agree_by_store(
+    group: Any, timeout: float, values: dict[str, Any], call: str, prefix: str
+) -> str:
     """Compare what all ranks are about to do, before any collective: ranks that differ abort."""
     transport = TorchTransport(group)
     return check_consistency_through_store(
-        transport.store, transport.rank, transport.size, timeout, facts, call, place
+        transport.store, transport.rank, transport.size, timeout, values, call, prefix
     )
 
 

@@ -239,7 +239,7 @@ class StepDriver:
         """Compare what only the first step shows; ValueError on all ranks if it differs."""
         names = [name for bucket in self.layout for name in bucket]
         first = self._waiting[0].buffer
-        facts = asdict(self.engine.settings) | {
+        values = asdict(self.engine.settings) | {
             "step": self.engine.step,
             "check_every": self._options.check_every,
             "parameters": len(names),
@@ -250,5 +250,5 @@ class StepDriver:
             "buckets": self.layout,
             "gradient dtype": str(first.dtype),
         }
-        check_consistency(self._comm, first.device, facts)
+        check_consistency(self._comm, first.device, values)
         self.is_checked = True

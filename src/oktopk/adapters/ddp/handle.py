@@ -27,7 +27,7 @@ from oktopk.sparse import acc_dtype
 from oktopk.stats import StepStats
 
 AgreeToLoad = Callable[[dict[str, Any], int], None]
-"""Compares facts of all ranks that load a state after a number of steps."""
+"""Compares values of all ranks that load a state after a number of steps."""
 
 
 class Handle:
@@ -130,7 +130,7 @@ class Handle:
         """
         engine = self.driver.engine
         with engine.lock:
-            facts = saved_state.SavedFacts(
+            metadata = saved_state.SavedMetadata(
                 format=saved_state.FORMAT,
                 method=self.settings.method,
                 world_size=self.comm.size,
@@ -141,7 +141,7 @@ class Handle:
                 engine=engine.save(),
                 residual_scaling=self._scaling.save(),
             )
-            text = json.dumps(to_builtins(facts))  # not msgspec's JSON, which has no Infinity
+            text = json.dumps(to_builtins(metadata))  # not msgspec's JSON, which has no Infinity
             views = self.residuals
             with reading(engine.residual):
                 residuals = {
@@ -151,7 +151,7 @@ class Handle:
                     for name, p in self._parameters.parameters.items()
                 }
             arrived = self._staleness.state_dict()
-            return {"residuals": residuals, "arrived": arrived, "facts": text}
+            return {"residuals": residuals, "arrived": arrived, "metadata": text}
 
     def gathered_state_dict(self) -> dict[str, Any]:
         """The states of all ranks, on every rank. A collective: all ranks must call it.
@@ -179,15 +179,15 @@ class Handle:
         training the ranks wait for each other.
         """
         saved = self._read(state)
-        facts, engine = saved.facts, self.driver.engine
+        metadata, engine = saved.metadata, self.driver.engine
         has_residual = any(bool(part.any()) for part in saved.residuals.values())
         with engine.lock:
-            engine.settings = replace(self.settings, method=facts.method)
-            self.driver.set_layout(facts.layout, saved.residuals if has_residual else {})
-            engine.load(facts.engine)
-            self._scaling.load(facts.residual_scaling)
+            engine.settings = replace(self.settings, method=metadata.method)
+            self.driver.set_layout(metadata.layout, saved.residuals if has_residual else {})
+            engine.load(metadata.engine)
+            self._scaling.load(metadata.residual_scaling)
             self._staleness.load_state_dict(saved.arrived)
-            self.driver.restart(facts.settled_layout)
+            self.driver.restart(metadata.settled_layout)
 
     def _read(self, state: dict[str, Any] | list[dict[str, Any]]) -> saved_state.Saved:
         """Check a state. In the middle of training all ranks load one, or none does.
@@ -208,7 +208,7 @@ class Handle:
         except StateError as error:
             problem = error
         if self.driver.is_checked:
-            loaded = "refused" if saved is None else f"of step {saved.facts.engine.step}"
+            loaded = "refused" if saved is None else f"of step {saved.metadata.engine.step}"
             try:
                 self._agree_to_load({"the loaded state": loaded}, self.step)
             except ValueError as error:

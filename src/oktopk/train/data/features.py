@@ -127,8 +127,8 @@ def _key(utterances: list[Utterance]) -> str:
     digest = hashlib.sha256(FORMAT.encode())
     for utterance in utterances:
         status = utterance.audio.stat()
-        facts = (str(utterance.audio.resolve()), status.st_size, status.st_mtime_ns)
-        digest.update(repr(facts).encode())
+        identity = (str(utterance.audio.resolve()), status.st_size, status.st_mtime_ns)
+        digest.update(repr(identity).encode())
     return digest.hexdigest()[:32]
 
 

@@ -355,12 +355,7 @@ def over_another_communicator(group) -> tuple:
         handle.close()
         weights.append(weights_of(model))
     assert comm.all_gather_size(3, torch.device("cpu"), stage="test") == [3, 3]
-    said = [busy]
-    for wrong in (print, single_rank_comm()):
-        try:
-            build(group, IDIOMS["plain"], 0, SPARSE | {"comm": wrong})
-        except (TypeError, ValueError) as error:
-            said.append(str(error))
+    said = [busy, *(_refusal(group, wrong) for wrong in (print, single_rank_comm()))]
     return weights, used, sent, said
 
 

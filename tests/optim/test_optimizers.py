@@ -138,7 +138,7 @@ def contained(group) -> tuple:
         scaler.scale(cross_entropy(model(x), y)).backward()
         scaler.step(optimizer)
         scaler.update()
-    found = handle.settings.on_nonfinite, handle.skipped_steps, handle._scaling.loss_scale
+    found = handle.settings.on_nonfinite, handle.skipped_steps, handle.driver.scaling.loss_scale
     handle.close()
     return found, all(w.isfinite().all() for w in weights_of(model).values())
 

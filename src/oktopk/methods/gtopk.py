@@ -21,7 +21,7 @@ from oktopk.methods.selection import top_entries
 from oktopk.methods.state import MethodState
 from oktopk.sparse import Sparse, empty
 from oktopk.wire import message
-from oktopk.wire.codec import CodecName, EntryRange, allocate_entries
+from oktopk.wire.codec import CodecName, EntryRange, allocate_entries, is_exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Node:
         words, decoded = message.write(
             entries.indices, entries.values, entry_range, self.codec, dense_part
         )
-        if self.codec == "plain":
+        if is_exact(self.codec):
             return words, []
         return words, [Sparse(entries.indices, entries.values - decoded, entries.numel)]
 

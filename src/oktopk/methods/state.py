@@ -35,8 +35,7 @@ class ThresholdEstimate:
 
     def grid(self, num: int, ratio: float) -> list[float]:
         """Ascending thresholds around this one, whose counts should differ by `ratio` each."""
-        steps = [ratio ** (num / 2 - i) for i in range(num)]
-        return [self.threshold * step ** (-1 / self.slope) for step in steps]
+        return [self.at(ratio ** (num / 2 - i)) for i in range(num)]
 
     def scaled(self, factor: float) -> ThresholdEstimate:
         """The estimate after all entries were multiplied by `factor`."""

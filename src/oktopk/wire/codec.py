@@ -67,6 +67,11 @@ def entry_bits(codec_name: CodecName, density: float) -> float:
     return WORD_BITS * num_words(entries, codec_name, torch.float32) / count
 
 
+def is_exact(codec_name: CodecName) -> bool:
+    """Whether receivers read exactly the values that were sent."""
+    return CODECS[codec_name].values.is_exact
+
+
 def encode(
     indices: Tensor, values: Tensor, entries: EntryRange, codec_name: CodecName, out: Tensor
 ) -> Tensor:

@@ -201,10 +201,7 @@ def _start(
         driver = StepDriver(settings, own, job.parameters, job.scaling, options, on_step)
         handle = Handle(
             driver,
-            own,
             failure_detector,
-            job.parameters,
-            job.scaling,
             agree_to_load=agree_to_load,
             method_is_auto=job.method == "auto",
             owns_comm=comm is None,

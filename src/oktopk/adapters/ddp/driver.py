@@ -75,7 +75,7 @@ class StepDriver:
         self.is_checked = False
         """Whether the ranks have compared their state since the start or the last load."""
 
-        self._comm, self._parameters, self._scaling = comm, parameters, scaling
+        self.comm, self.parameters, self.scaling = comm, parameters, scaling
         self._options = options
         self._overlapped: list[tuple[int, ...]] = []
         """Signatures of DDP's buckets, once each is exchanged as it arrives; empty before."""
@@ -94,16 +94,16 @@ class StepDriver:
                 residual = self.engine.residual_of(bucket)
                 if residual is None:
                     return {}
-                views |= self._parameters.views(residual, names)
+                views |= self.parameters.views(residual, names)
             return views
 
     def set_layout(self, layout: Layout, residuals: dict[str, Tensor]) -> None:
         """Cut the engine's buckets as given, and carry the residuals over."""
-        self.engine.set_buckets([self._parameters.bucket(names) for names in layout])
+        self.engine.set_buckets([self.parameters.bucket(names) for names in layout])
         self.layout = layout
         if residuals:
             like = next(iter(residuals.values()))
-            numel, device = self.engine.buckets.numel, self._parameters.device
+            numel, device = self.engine.buckets.numel, self.parameters.device
             self.engine.residual = torch.zeros(numel, dtype=like.dtype, device=device)
             share(self.engine.residual)
             for name, view in self.residuals.items():
@@ -147,8 +147,8 @@ class StepDriver:
 
     def _take_all(self) -> None:
         """Begin the step now, with all buckets at once."""
-        ddp_layout = self._parameters.layout_of(self._waiting)
-        self._parameters.check_sizes(self._waiting, ddp_layout)
+        ddp_layout = self.parameters.layout_of(self._waiting)
+        self.parameters.check_sizes(self._waiting, ddp_layout)
         layout = self.buckets.observe(self.engine.step, self.layout, ddp_layout)
         if layout != self.layout:
             with self.engine.lock:
@@ -159,10 +159,10 @@ class StepDriver:
         may_overlap = self._options.overlaps and self._options.clip_before is None
         if self.buckets.is_steady and not needs_copies and may_overlap:
             self._overlapped = [ready.signature() for ready in self._waiting]
-        copies = self._parameters.copies(self._waiting, layout) if needs_copies else None
+        copies = self.parameters.copies(self._waiting, layout) if needs_copies else None
         grads = copies or [ready.buffer for ready in self._waiting]
         if self._options.clip_before is not None:
-            clip_(grads, self._options.clip_before * self._scaling.loss_scale)
+            clip_(grads, self._options.clip_before * self.scaling.loss_scale)
         self._step = self._begin(grads[0])
         for bucket, grad in enumerate(grads):
             self._step.add_bucket(bucket, grad)
@@ -173,7 +173,7 @@ class StepDriver:
         step = self.engine.begin(like)  # from here on all traffic counts for this step
         plan, buckets = step.plan, self.engine.buckets
         is_first = plan.step == self.engine.settings.warmup_steps
-        if plan.phase == "sparse" and is_first and self._comm.rank == 0:
+        if plan.phase == "sparse" and is_first and self.comm.rank == 0:
             log.info(
                 "step %d: the sparse phase begins, %s at density %g: %d of %d entries, %d dense",
                 plan.step,
@@ -194,16 +194,16 @@ class StepDriver:
 
     def _check_replicas(self, step: int) -> None:
         flags = {"joined": self.joined, "has_joined": self.has_joined}
-        check_replicas(self._parameters.parameters, self._comm, step, **flags)
+        check_replicas(self.parameters.parameters, self.comm, step, **flags)
 
     def _rescale_residual(self) -> None:
         """Bring the residual to the present loss scale and learning rates."""
         with self.engine.lock:  # a state must not have new rates beside an old residual
-            scale = self._scaling.loss_scale_factor()
+            scale = self.scaling.loss_scale_factor()
             if scale != 1.0:
                 self.engine.rescale(scale)
             # called in every step, whatever the settings: it must see every learning rate
-            factors = self._scaling.lr_factors(self._parameters.parameters)
+            factors = self.scaling.lr_factors(self.parameters.parameters)
             self.lr_factors = factors if self.engine.settings.rescale_with_lr else {}
             for name, residual in self.residuals.items() if self.lr_factors else ():
                 residual.mul_(self.lr_factors.get(name, 1.0))
@@ -213,13 +213,13 @@ class StepDriver:
         stats = self.engine.finish(self._step, waited_since=last.at)
         self._step = None
         if self._copies is not None:
-            self._parameters.copy_back(self._copies, self._waiting, self.layout)
+            self.parameters.copy_back(self._copies, self._waiting, self.layout)
             self._copies = None
         if stats.skipped:
             log.warning(
                 "rank %d, step %d: a gradient had a NaN or Inf on some rank; no rank applied it "
                 "(%d steps skipped so far)",
-                self._comm.rank,
+                self.comm.rank,
                 stats.step,
                 self.engine.skipped,
             )
@@ -233,7 +233,7 @@ class StepDriver:
         try:
             on_step(stats)
         except Exception:
-            log.exception("rank %d, step %d: on_step failed", self._comm.rank, stats.step)
+            log.exception("rank %d, step %d: on_step failed", self.comm.rank, stats.step)
 
     def _check_consistency(self) -> None:
         """Compare what only the first step shows; ValueError on all ranks if it differs."""
@@ -243,12 +243,12 @@ class StepDriver:
             "step": self.engine.step,
             "check_every": self._options.check_every,
             "parameters": len(names),
-            "dense parameters": [name for name in names if self._parameters.is_dense(name)],
+            "dense parameters": [name for name in names if self.parameters.is_dense(name)],
             "state": self.engine.shared(),
             "numel": self.engine.buckets.numel,
             "numel dense": self.engine.buckets.num_dense,
             "buckets": self.layout,
             "gradient dtype": str(first.dtype),
         }
-        check_consistency(self._comm, first.device, values)
+        check_consistency(self.comm, first.device, values)
         self.is_checked = True

@@ -15,12 +15,10 @@ from torch import Tensor
 from oktopk.adapters.ddp.communication_thread import CommunicationThread, ReadyBucket, reading
 from oktopk.adapters.ddp.driver import OnStep, StepDriver
 from oktopk.adapters.ddp.gathered_state import GatheredState, gather_states
-from oktopk.adapters.ddp.parameters import ParameterLayout
 from oktopk.comm.communicator import Comm
 from oktopk.comm.failure_detector import FailureDetector
 from oktopk.engine import saved_state
 from oktopk.errors import ExchangeError, NonfiniteError, StateError
-from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.optim.staleness import StalenessCorrection
 from oktopk.settings import Settings
 from oktopk.sparse import acc_dtype
@@ -36,32 +34,33 @@ class Handle:
     def __init__(
         self,
         driver: StepDriver,
-        comm: Comm,
         failure_detector: FailureDetector,
-        parameters: ParameterLayout,
-        scaling: ResidualScaling,
         *,
         agree_to_load: AgreeToLoad,
         method_is_auto: bool,
         owns_comm: bool = True,
     ) -> None:
-        self.comm = comm
         self.driver = driver
         self._failure_detector = failure_detector
-        self._parameters, self._scaling = parameters, scaling
         self._agree_to_load = agree_to_load
         self._method_is_auto = method_is_auto
         self._owns_comm = owns_comm
+        parameters = driver.parameters
         this = weakref.ref(self)  # the optimizer must not keep a handle alive
         self._staleness = StalenessCorrection(
-            scaling.optimizer,
+            driver.scaling.optimizer,
             {name: p for name, p in parameters.parameters.items() if not parameters.is_dense(name)},
             self.settings,
             last=lambda: handle.stats if (handle := this()) else None,
-            logs=comm.rank == 0,
+            logs=driver.comm.rank == 0,
         )
         self.thread = CommunicationThread(weakref.WeakMethod(self._take))
         self._finalizer = weakref.finalize(self, _end_threads, failure_detector, self.thread)
+
+    @property
+    def comm(self) -> Comm:
+        """The communicator of the exchange; its ledger counts all bytes."""
+        return self.driver.comm
 
     @property
     def settings(self) -> Settings:
@@ -108,7 +107,7 @@ class Handle:
     @property
     def dense_parameters(self) -> list[str]:
         """Names of the parameters that travel dense: biases, norms, tiny ones, and as asked."""
-        return [n for n in self._parameters.parameters if self._parameters.is_dense(n)]
+        return [n for n in self.driver.parameters.parameters if self.driver.parameters.is_dense(n)]
 
     @property
     def gathered(self) -> GatheredState:
@@ -135,11 +134,11 @@ class Handle:
                 method=self.settings.method,
                 world_size=self.comm.size,
                 rank=self.comm.rank,
-                frozen=self._parameters.frozen,
+                frozen=self.driver.parameters.frozen,
                 layout=self.driver.layout,
                 settled_layout=self.driver.buckets.settled,
                 engine=engine.save(),
-                residual_scaling=self._scaling.save(),
+                residual_scaling=self.driver.scaling.save(),
             )
             text = json.dumps(to_builtins(metadata))  # not msgspec's JSON, which has no Infinity
             views = self.residuals
@@ -148,7 +147,7 @@ class Handle:
                     name: views[name].clone(memory_format=torch.contiguous_format)
                     if name in views
                     else torch.zeros(p.shape, dtype=acc_dtype(p), device=p.device)
-                    for name, p in self._parameters.parameters.items()
+                    for name, p in self.driver.parameters.parameters.items()
                 }
             arrived = self._staleness.state_dict()
             return {"residuals": residuals, "arrived": arrived, "metadata": text}
@@ -158,7 +157,7 @@ class Handle:
 
         For frameworks that save what one rank has. It takes the memory of all ranks' residuals.
         """
-        state, device = self.state_dict(), self._parameters.device
+        state, device = self.state_dict(), self.driver.parameters.device
 
         def gather() -> dict[str, Any]:
             try:
@@ -185,7 +184,7 @@ class Handle:
             engine.settings = replace(self.settings, method=metadata.method)
             self.driver.set_layout(metadata.layout, saved.residuals if has_residual else {})
             engine.load(metadata.engine)
-            self._scaling.load(metadata.residual_scaling)
+            self.driver.scaling.load(metadata.residual_scaling)
             self._staleness.load_state_dict(saved.arrived)
             self.driver.restart(metadata.settled_layout)
 
@@ -202,8 +201,8 @@ class Handle:
                 rank=self.comm.rank,
                 world_size=self.comm.size,
                 method=None if self._method_is_auto else self.settings.method,
-                parameters=self._parameters.parameters,
-                frozen=self._parameters.frozen,
+                parameters=self.driver.parameters.parameters,
+                frozen=self.driver.parameters.frozen,
             )
         except StateError as error:
             problem = error

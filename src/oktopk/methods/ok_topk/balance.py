@@ -22,6 +22,7 @@ from oktopk.wire.codec import (
     EntryRange,
     allocate_entries,
     decode,
+    is_exact,
     num_words,
     words_per_value,
 )
@@ -148,7 +149,7 @@ def gather(
     block = torch.cat([*(words[key] for key in held), dense_share.contiguous().view(torch.int32)])
     indices, values, dense_part = _read_blocks(block, ranges, dense_share, comm, codec)
     corrections = ()
-    if codec != "plain":
+    if not is_exact(codec):
         corrections = (Sparse(kept.indices, kept.values - decoded, kept.numel),)
     moved = sum(
         piece_range.count

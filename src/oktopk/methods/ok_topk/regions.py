@@ -12,7 +12,7 @@ from oktopk.comm.communicator import Comm, equal_shares
 from oktopk.sparse import Sparse
 from oktopk.utils.device import to_device, to_host
 from oktopk.wire import message
-from oktopk.wire.codec import CodecName, EntryRange
+from oktopk.wire.codec import CodecName, EntryRange, is_exact
 
 
 def equal_bounds(numel: int, size: int) -> list[int]:
@@ -93,7 +93,7 @@ def split_reduce(
     region = kernels.merge(all_indices, all_values, num_incoming, lo, hi)
     return Reduced(
         Sparse(region.indices, region.values, local.numel),
-        local if codec == "plain" else Sparse(local.indices, torch.cat(decoded), local.numel),
+        local if is_exact(codec) else Sparse(local.indices, torch.cat(decoded), local.numel),
         dense_share,
         local.num - splits[rank],
     )

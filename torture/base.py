@@ -16,9 +16,9 @@ def prepare(base: str) -> None:
 
     from oktopk.launch.rank_environment import SINGLE_RANK
     from oktopk.report.command import report
-    from oktopk.train.config import Config
-    from oktopk.train.data.synthesis import synthesize_corpus
+    from oktopk.train.config import make_config
     from oktopk.train.run import run_worker
+    from oktopk.train.tasks.speech.data.synthesis import synthesize_corpus
 
     root = Path(base)
     root.mkdir(parents=True)
@@ -30,7 +30,7 @@ def prepare(base: str) -> None:
         size = {"hidden": 8, "layers": 1, "channels": 2, "batch": 1, "validate_batch": 2}
         every = {"checkpoint_every": 3, "log_every": 1, "probe_every": 2, "warmup_steps": 2}
         places = {"name": "tiny", "runs": str(root / "runs"), "data": str(root / "corpus")}
-        config = Config(**size, **every, **places, epochs=1, density=0.1)
+        config = make_config(**size, **every, **places, epochs=1, density=0.1)
         run_worker(config, SINGLE_RANK, False, [], report)
         for part in ("train", "test"):
             _an4(root, part)
@@ -71,7 +71,7 @@ def stub() -> None:
     import oktopk.compare.command
     import oktopk.sweep.command
     import oktopk.train.command
-    import oktopk.train.data.commands
+    import oktopk.train.tasks.speech.data.commands
 
     def nothing(*_: Any, **__: Any) -> int:
         return 0
@@ -82,7 +82,7 @@ def stub() -> None:
     for module in (oktopk.train.command, oktopk.check, oktopk.bench.command):
         module.run_local_workers = nothing  # type: ignore[attr-defined]
     oktopk.check.job_process_group = oktopk.bench.command.job_process_group = over
-    oktopk.bench.network.enter = nothing  # type: ignore[assignment]
+    oktopk.launch.network.run_workers_in_network = nothing  # type: ignore[assignment]
     oktopk.train.command.run_worker = nothing
     oktopk.compare.command.compare = oktopk.sweep.command.sweep = nothing
-    oktopk.train.data.commands.synthesize_corpus = over
+    oktopk.train.tasks.speech.data.commands.synthesize_corpus = over

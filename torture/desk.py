@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from oktopk import cli
-from oktopk.train.data.problems import DataError
+from oktopk.train.tasks.speech.data.problems import DataError
 from torture import odd
 
 WRONG = (ValueError, TypeError)

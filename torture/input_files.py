@@ -18,14 +18,14 @@ from oktopk.errors import RunError
 from oktopk.launch.rank_environment import SINGLE_RANK
 from oktopk.reducer import default_comm
 from oktopk.train.config import load
-from oktopk.train.data.an4 import convert
-from oktopk.train.data.audio import duration, read_audio, read_raw
-from oktopk.train.data.features import open_spectra
-from oktopk.train.data.manifest import check, find_manifests, read_manifest
-from oktopk.train.data.problems import DataError
-from oktopk.train.data.repair import repair
 from oktopk.train.run import find_and_restore
 from oktopk.train.setup import set_up
+from oktopk.train.tasks.speech.data.an4 import convert
+from oktopk.train.tasks.speech.data.audio import duration, read_audio, read_raw
+from oktopk.train.tasks.speech.data.features import open_spectra
+from oktopk.train.tasks.speech.data.manifest import check, find_manifests, read_manifest
+from oktopk.train.tasks.speech.data.problems import DataError
+from oktopk.train.tasks.speech.data.repair import repair
 from oktopk.utils.files import FileError
 from torture import odd
 from torture.desk import DATA, Desk, Input, LostError, command, group
@@ -56,7 +56,7 @@ def _reader(desk: Desk) -> Input:
     if words:
         return command([*words, "--once"] if words == ["watch", "."] else words)
     return Input(
-        "compare", lambda: write_tables(desk.folder, "wer"), (ValueError, RunError, OSError)
+        "compare", lambda: write_tables(desk.folder, "wer", None), (ValueError, RunError, OSError)
     )
 
 

@@ -9,23 +9,26 @@ from collections.abc import Callable
 from typing import Any
 
 from oktopk import cli
-from oktopk.bench import network
 from oktopk.bench.shapes import shapes_of
 from oktopk.compare.plan import SWEEP
 from oktopk.errors import LaunchError, RunError
-from oktopk.launch import parent_watchdog
+from oktopk.launch import network, parent_watchdog
 from oktopk.launch.master_endpoint import first_host, master_endpoint
 from oktopk.launch.rank_environment import LAUNCHERS, read_rank_environment
 from oktopk.sweep import space
 from oktopk.sweep.plan import Plan, store_or_compare
 from oktopk.train.config import (
-    FIELDS,
     Config,
+    as_dict,
     load,
+    make_config,
     to_toml,
 )
+from oktopk.train.tasks.base import Metric
 from torture import odd
 from torture.desk import Desk, Input, command
+
+FIELDS = list(as_dict(Config()))
 
 
 def config_file(desk: Desk) -> Input:
@@ -61,7 +64,9 @@ TOML = (
 
 def config_value(desk: Desk) -> Input:
     name, new = desk.rng.choice(FIELDS), odd.value(desk.rng)
-    return Input(f"Config({name}={new!r})", lambda: Config(**{name: new}), (ValueError,), (name,))
+    return Input(
+        f"Config({name}={new!r})", lambda: make_config(**{name: new}), (ValueError,), (name,)
+    )
 
 
 def flags(desk: Desk) -> Input:
@@ -155,7 +160,7 @@ def sweep_range(text: str) -> None:
 def sweep_file(desk: Desk) -> Input:
     """The plan that a sweep left."""
     base = Config(runs=str(desk.folder))
-    plan = Plan("quickstart", base, space.parse(base, {"lr": "1e-3:1e-2"})[1], "wer")
+    plan = Plan("quickstart", base, space.parse(base, {"lr": "1e-3:1e-2"})[1], Metric("wer"))
     store_or_compare(plan)
     path = desk.folder / SWEEP
     new, what = odd.changed(desk.rng, json.loads(path.read_text()), odd.plain)
@@ -179,6 +184,7 @@ KINDS: dict[str, Callable[[Desk], Input]] = {
     "line": line,
     "node-list": of_text("SLURM list", first_host, LaunchError),
     "rate": of_text("rate", network.check_rate, ValueError),
+    "network": of_text("network", network.check_network, ValueError),
     "model-size": of_text("--model", shapes_of, ValueError),
     "sweep-range": of_text("range", sweep_range, ValueError),
     "sweep-file": sweep_file,

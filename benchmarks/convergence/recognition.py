@@ -65,7 +65,9 @@ def _record(key: Key, run: RunLog) -> Record:
         measure="WER",
         higher_is_better=False,
         curve=[
-            (e.step + 1, e.wer, round(sent[e.step])) for e in run.validated if e.wer is not None
+            (v.step + 1, v.metrics["wer"], round(sent[v.step]))
+            for v in run.validations
+            if v.metrics["wer"] is not None
         ],
         dense_bytes=estimated_totals(run).whole.bytes_dense,
         seconds=sum(step.whole or 0.0 for step in run.steps),

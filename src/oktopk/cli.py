@@ -12,13 +12,10 @@ from pathlib import Path
 from oktopk.errors import ExchangeError
 from oktopk.launch.parent_watchdog import watch_parent
 from oktopk.methods import METHODS
-from oktopk.train.config import (
-    DEFAULT,
-    FIELDS,
-    nearest,
-    shipped,
-)
+from oktopk.train.config import nearest, shipped, specs
 from oktopk.train.flags import add_flags as add_train_flags
+from oktopk.train.flags import task_of
+from oktopk.train.tasks.registry import TASKS
 from oktopk.utils import signals
 from oktopk.utils.extras import (
     EXTRAS,
@@ -59,7 +56,7 @@ def bench(args: argparse.Namespace) -> int:
 
 def data(args: argparse.Namespace) -> int:
     """Synthesize, convert, check or repair data for the speech trainer."""
-    from oktopk.train.data.commands import run
+    from oktopk.train.tasks.speech.data.commands import run
 
     if args.action == "speak":
         require("oktopk data speak", "espeakng_loader")
@@ -67,7 +64,7 @@ def data(args: argparse.Namespace) -> int:
 
 
 def train(args: argparse.Namespace) -> int:
-    """Train lstman4, and write a report at the end."""
+    """Train a task, and write a report at the end."""
     from oktopk.report.command import report
     from oktopk.train.command import command
 
@@ -157,24 +154,27 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
-    speech = commands.add_parser(
+    task = task_of(sys.argv[1:])
+    trainer = commands.add_parser(
         "train",
-        help="train lstman4 for speech recognition, on AN4 or on a synthesized corpus",
-        description="Train lstman4. In parentheses: the values of the original code. A config "
-        f"changes some; without --config it is {DEFAULT} (configs/{DEFAULT}.toml).",
-        epilog="examples: oktopk train; oktopk train --config lstm_extended --data data/an4; "
+        help=f"train a task: {', '.join(TASKS)}, or one of your own",
+        description="Train a task. Some flags depend on it: these are those of "
+        f"--task {task}. In parentheses: values that a config may change; without --config it is "
+        "the one of the task.",
+        epilog="examples: oktopk train; oktopk train --task text --data book.txt; "
+        "oktopk train --network 100mbit --until 'wer<0.5'; "
         "torchrun --nproc-per-node 4 -m oktopk train --resume",
         allow_abbrev=False,
     )
     known = ", ".join(shipped())
-    speech.add_argument("--config", help=f"a TOML file, or one of {known} (default: {DEFAULT})")
-    speech.add_argument(
+    trainer.add_argument("--config", help=f"a TOML file, or one of {known}")
+    trainer.add_argument(
         "--resume",
         action="store_true",
         help="continue from the last checkpoint of the run, if it has one",
     )
-    add_train_flags(speech)
-    speech.set_defaults(run=train, known=[f"--{field.replace('_', '-')}" for field in FIELDS])
+    add_train_flags(trainer, task)
+    trainer.set_defaults(run=train, known=[f"--{name.replace('_', '-')}" for name in specs(task)])
 
 
 # commands on runs: help and an example; oktopk.NAME.command has their flags and their code
@@ -203,7 +203,8 @@ def _add_runs(commands: argparse._SubParsersAction) -> None:
         module = import_module(f"oktopk.{name}.command")
         added = commands.add_parser(name, help=text, epilog=example, allow_abbrev=False)
         module.add_flags(added)
-        added.set_defaults(run=module.command, known=getattr(module, "KNOWN", []))
+        known = module.known_flags() if hasattr(module, "known_flags") else []
+        added.set_defaults(run=module.command, known=known)
 
 
 def _add_lists(actions: argparse._SubParsersAction) -> None:

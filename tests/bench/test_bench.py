@@ -12,7 +12,6 @@ import time
 
 import pytest
 
-from oktopk.bench import network
 from oktopk.bench.baselines import CASES
 from oktopk.bench.command import command
 from oktopk.bench.measure import Row, compared
@@ -21,6 +20,7 @@ from oktopk.bench.shapes import MODELS, shapes_of
 from oktopk.bench.stream import gradients
 from oktopk.cli import parser
 from oktopk.errors import LaunchError
+from oktopk.launch import network
 from oktopk.methods import METHODS
 from oktopk.methods.cost_model import KernelSpeed, Link, Work
 from oktopk.methods.prediction import break_even, cheapest

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-from dataclasses import fields
 from pathlib import Path
 
 import msgspec
@@ -13,15 +12,21 @@ import torch
 
 from oktopk.train.bounds import RANGES
 from oktopk.train.config import (
-    FIELDS,
+    COMMON,
     Config,
+    as_dict,
     load,
     load_run,
+    make_config,
     parse,
     to_toml,
 )
+from oktopk.train.option import specs_of
+from oktopk.train.tasks.registry import TASKS, options_type
 from oktopk.utils import files
 from oktopk.utils.files import FileError
+
+FIELDS = as_dict(Config())
 
 
 class Facts(msgspec.Struct):
@@ -96,8 +101,11 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
 
 
 def test_every_number_of_a_config_has_bounds():
-    numbers = [spec.name for spec in fields(Config) if type(spec.default) in (int, float)]
-    assert sorted(numbers) == sorted(RANGES)
+    specs = {name: s for name, s in COMMON.items() if type(s.default) in (int, float)}
+    assert sorted(specs) == sorted(RANGES)
+    for name in TASKS:
+        for own in specs_of(options_type(name)).values():
+            assert type(own.default) not in (int, float) or own.metadata["bounds"], own.name
 
 
 @pytest.mark.parametrize("name", RANGES)
@@ -138,7 +146,9 @@ def test_what_would_fail_late_is_refused_with_the_file(text, message):
 
 def test_any_path_survives_its_config(tmp_path):
     path = tmp_path / "config.toml"
-    config = Config(data="speech \N{GRINNING FACE} \N{GREEK SMALL LETTER DELTA} \"'\\", lr=1e-30)
+    config = make_config(
+        data="speech \N{GRINNING FACE} \N{GREEK SMALL LETTER DELTA} \"'\\", lr=1e-30
+    )
     path.write_text(to_toml(config), encoding="utf-8")
     assert load_run(path) == config
 

@@ -31,15 +31,19 @@ from oktopk.runlog.reader import read_runlog
 from oktopk.train import checkpoint
 from oktopk.train.config import (
     Config,
+    as_dict,
     load,
     load_run,
+    make_config,
     to_toml,
 )
-from oktopk.train.data.an4 import convert
-from oktopk.train.data.audio import duration, read_audio
-from oktopk.train.data.features import open_spectra
-from oktopk.train.data.manifest import check, find_manifests, read_manifest
 from oktopk.train.resume import CommonState, RankState
+from oktopk.train.target import Target
+from oktopk.train.tasks.base import Metric
+from oktopk.train.tasks.speech.data.an4 import convert
+from oktopk.train.tasks.speech.data.audio import duration, read_audio
+from oktopk.train.tasks.speech.data.features import open_spectra
+from oktopk.train.tasks.speech.data.manifest import check, find_manifests, read_manifest
 from oktopk.utils import files
 from oktopk.utils.files import FileError
 from oktopk.watch.screen import line, rows
@@ -66,12 +70,12 @@ def test_configs(tmp_path):
 
 
 def test_settings_of_odd_types():
-    good = {name: getattr(Config(), name) for name in Config.__slots__}
+    good = as_dict(Config())
     for seed in SEEDS:
-        only(ValueError, lambda seed=seed: Config(**odd(good, seed)))
+        only(ValueError, lambda seed=seed: make_config(**odd(good, seed)))
     for name in good:
         for value in ODD_VALUES:
-            only(ValueError, lambda name=name, value=value: Config(**{name: value}))
+            only(ValueError, lambda name=name, value=value: make_config(**{name: value}))
 
 
 METRICS = [
@@ -82,8 +86,10 @@ METRICS = [
         runlogs.step(i) | {"numel": 50, "stages": {"dense": {"payload_sent": 5, "header_sent": 1}}}
         for i in range(6)
     ),
-    runlogs.epoch(0, 0.5, 3) | {"samples": [{"said": "A", "heard": "B"}]},
-    runlogs.epoch(1, 0.4, 5),
+    runlogs.epoch(0, 3),
+    runlogs.validation(0.5, 3, samples=[{"said": "A", "heard": "B"}]),
+    runlogs.epoch(1, 5),
+    runlogs.validation(0.4, 5),
     {"kind": "probe", "step": 3, "recall": 0.5, "xi": 1.0, "ages": {"a": 3.0}},
     {"kind": "tensors", "step": 3, "kept": {"a": 2}, "of": {"a": 5}, "norm": {"a": 1.0}}
     | {
@@ -98,6 +104,9 @@ METRICS = [
 ]
 
 
+TARGET = Target(Metric("wer"), 0.45)
+
+
 def look(folder: Path, seed: int = 0) -> None:
     """All that reads a run log: report, watch and, now and then, compare, which writes files."""
     runlog = read_runlog(folder)
@@ -106,9 +115,9 @@ def look(folder: Path, seed: int = 0) -> None:
     line(state, 500.0)
     rows(state, 500.0)
     if seed % 10 == 0:
-        write_tables(folder.parent, "wer")
+        write_tables(folder.parent, "wer", TARGET)
     else:
-        results.row(runlog, "wer", runlog)
+        results.row(runlog, TARGET)
         cumulative_bytes(runlog)
         cumulative_minutes(runlog)
 
@@ -270,7 +279,7 @@ def test_tarballs(tmp_path, packed):
 
 
 def test_a_tarball_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("oktopk.train.data.an4.MOST_UNPACKED", 10**6)
+    monkeypatch.setattr("oktopk.train.tasks.speech.data.an4.MOST_UNPACKED", 10**6)
     path = tmp_path / "bomb.tar.xz"
     with lzma.open(path, "wb") as packed, tarfile.open(fileobj=packed, mode="w") as archive:
         member = tarfile.TarInfo("an4/etc/an4_train.fileids")

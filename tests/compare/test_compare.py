@@ -20,9 +20,12 @@ from oktopk.compare.results import as_table, row
 from oktopk.report.texttable import markdown
 from oktopk.runlog.aggregates import cumulative_bytes, steady_steps
 from oktopk.runlog.reader import read_runlog
+from oktopk.runlog.schema import MetricInfo
 from oktopk.train import run_process
-from oktopk.train.config import Config, load
+from oktopk.train.config import Config, load, with_settings
 from speech import SMALL
+
+METRICS = [MetricInfo("wer", "WER")]
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ def trainer(monkeypatch):
         entries = runlogs.whole_run(wer=0.2 + config.density, sent=sent)
         entries = [*entries[:4], runlogs.end("failed", "no disk")] if failed else entries
         runlogs.write(Path(config.runs) / config.name, entries, config)
-        yield SimpleNamespace(wait=lambda: int(failed))
+        yield SimpleNamespace(poll=lambda: int(failed))
 
     monkeypatch.setattr(run_process, "started", started)
     return made
@@ -63,9 +66,7 @@ def test_every_method_at_every_density_but_dense_once():
 
 
 def test_flags_make_the_same_config_again(monkeypatch):
-    wanted = Config(
-        **{**vars_of(load("quickstart")), "name": "x", "runs": "r", "lr": 0.1, "augment": False}
-    )
+    wanted = with_settings(load("quickstart"), name="x", runs="r", lr=0.1, augment=False)
     monkeypatch.setattr(sys, "argv", ["oktopk"])
     args = cli.parser().parse_args(["train", *run_process.flags(wanted, "quickstart")])
     from oktopk.train.command import resolve
@@ -76,17 +77,14 @@ def test_flags_make_the_same_config_again(monkeypatch):
     )
 
 
-def vars_of(config: Config) -> dict:
-    return {name: getattr(config, name) for name in config.__slots__}
-
-
 def test_all_are_trained_and_put_into_one_table(trainer, call, capsys):
     assert call("--methods", "dense,oktopk", "--densities", "0.01,0.05") == 0
     out = capsys.readouterr().out
     assert trainer.names == ["dense", "oktopk-0.01", "oktopk-0.05"]
     assert "2/3 oktopk-0.01: training; to look: oktopk watch runs/compare/oktopk-0.01" in out
     assert (
-        "2/3 oktopk-0.01: WER 0.210, CER 0.105, sent 520 B, ratio 3.1, ms/step, median 100" in out
+        "2/3 oktopk-0.01: WER 0.210, CER 0.105, validation loss 2.100, sent 520 B, 100 ms/step"
+        in out
     )
     table = Path("runs/compare/table.md").read_text()
     assert table in out and "state" not in table
@@ -182,7 +180,7 @@ def test_bytes_of_all_ranks_are_spread_over_the_steps(tmp_path):
     assert cumulative_bytes(runlog) == [400, 800, 845, 890, 935, 980, 1025, 1070]
     killed = read_runlog(runlogs.write(tmp_path / "b", entries[:4]))
     assert cumulative_bytes(killed) == [300, 600, 630]  # no end: rank 0's times the ranks
-    assert row(killed, "wer", None).state == "unfinished"
+    assert row(killed).state == "unfinished"
 
 
 def test_a_step_takes_what_most_take(tmp_path):
@@ -194,7 +192,7 @@ def test_a_step_takes_what_most_take(tmp_path):
     ]
     resumed = runlogs.opening() | {"step": 6}
     entries = [run[0], *steps[:6], resumed, *steps[6:], run[-1]]
-    found = row(read_runlog(runlogs.write(tmp_path / "a", entries)), "wer", None)
+    found = row(read_runlog(runlogs.write(tmp_path / "a", entries)))
     assert [step.whole for step in steady_steps(read_runlog(tmp_path / "a"))] == [
         0.1,
         0.1,
@@ -204,8 +202,8 @@ def test_a_step_takes_what_most_take(tmp_path):
     ]
     assert found.ms_per_step == pytest.approx(100)
     assert found.minutes == pytest.approx(0.8 / 60)  # all steps, from the end record
-    short = row(read_runlog(runlogs.write(tmp_path / "b", entries[:2])), "wer", None)
-    assert short.ms_per_step is None and "-" in as_table([short])[1]
+    short = row(read_runlog(runlogs.write(tmp_path / "b", entries[:2])))
+    assert short.ms_per_step is None and "-" in as_table([short], METRICS)[1]
 
 
 @pytest.mark.skipif(browser.BROWSER is None, reason="needs chromium: apt-get install chromium")
@@ -215,8 +213,8 @@ def test_a_browser_draws_the_comparison_and_asks_nobody(trainer, call, tmp_path)
     path = Path("runs/compare/compare.html")
     seen = browser.look(path, tmp_path)
     assert seen.console == []
-    assert seen.number("drawn") == browser.figures(path) == 6
-    assert seen.drawn == 6 and seen.number("requests") == 0
+    assert seen.number("drawn") == browser.figures(path) == 7
+    assert seen.drawn == 7 and seen.number("requests") == 0
 
 
 def test_curves_have_a_point_for_every_validation(tmp_path):
@@ -225,20 +223,26 @@ def test_curves_have_a_point_for_every_validation(tmp_path):
     for folder, stored in zip(runs, (entries, entries, entries[:3]), strict=True):
         runlogs.write(folder, stored)
     loaded = [read_runlog(folder) for folder in runs]
-    figures = curves(loaded, "wer")
+    figures = curves(loaded, MetricInfo("wer", "WER"), None)
     assert [trace["y"] for trace in figures[0].traces] == [[0.8, 0.4], [0.8, 0.4], []]
-    assert [figure.traces[0]["x"] for figure in figures[:2]] == [[3, 7], [440, 520]]
-    assert figures[2].traces[0]["x"] == pytest.approx([0.4 / 60, 0.8 / 60], rel=1e-3)
+    assert [figure.traces[0]["x"] for figure in figures[1:]] == [[440, 520], [3, 7]]
+    assert figures[0].traces[0]["x"] == pytest.approx([0.4 / 60, 0.8 / 60], rel=1e-3)
     assert [len(figure.traces[0]["y"]) for figure in losses(loaded)] == [8, 8, 8]
 
 
 def test_columns_that_nobody_fills_are_left_out(tmp_path):
     entries = runlogs.whole_run()
-    plain = row(read_runlog(runlogs.write(tmp_path / "a", entries)), "wer", None)
+    plain = row(read_runlog(runlogs.write(tmp_path / "a", entries)))
     probe = {"kind": "probe", "step": 5, "xi": 0.25}
-    probed = row(read_runlog(runlogs.write(tmp_path / "b", [*entries, probe])), "wer", None)
-    assert "xi" not in as_table([plain])[0] and "to dense" not in as_table([plain])[0]
-    assert as_table([plain, probed])[2][as_table([plain, probed])[0].index("xi")] == "0.250"
+    probed = row(read_runlog(runlogs.write(tmp_path / "b", [*entries, probe])))
+    assert (
+        "xi" not in as_table([plain], METRICS)[0]
+        and "to dense" not in as_table([plain], METRICS)[0]
+    )
+    assert (
+        as_table([plain, probed], METRICS)[2][as_table([plain, probed], METRICS)[0].index("xi")]
+        == "0.250"
+    )
 
 
 def test_a_table_is_markdown_in_columns():
@@ -254,5 +258,5 @@ def test_a_real_run_from_the_command_line(call, corpus, tmp_path):
     assert call(*flags) == 0
     rows = json.loads((tmp_path / "runs" / "compare" / "table.json").read_text())
     assert [(one["setting"], one["steps"]) for one in rows] == [("oktopk-0.2", 3)]
-    assert all(one["state"] == "finished" and one["wer"] is not None for one in rows)
+    assert all(one["state"] == "finished" and one["metrics"]["wer"] is not None for one in rows)
     assert (tmp_path / "runs" / "compare" / "compare.html").stat().st_size > 1e6

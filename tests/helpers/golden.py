@@ -137,7 +137,7 @@ def metrics_of(folder: Path | str) -> str:
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     kept = [
-        {key: record[key] for key in ("kind", "step", "total_steps", "tensors", "utterances")}
+        {key: record[key] for key in ("kind", "step", "total_steps", "tensors", "task")}
         if record["kind"] == "run"
         else without_clocks(record)
         for record in records
@@ -149,7 +149,7 @@ def metrics_of(folder: Path | str) -> str:
 def record() -> None:
     """Write what the code gives now."""
     import speech
-    from oktopk.train.data.synthesis import synthesize_corpus
+    from oktopk.train.tasks.speech.data.synthesis import synthesize_corpus
     from worlds import World
 
     found: dict = {"without oktopk": without_oktopk()}

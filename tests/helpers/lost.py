@@ -16,7 +16,7 @@ from oktopk.train import (
     run,
     setup,
 )
-from oktopk.train.config import Config
+from oktopk.train.config import make_config
 from speech import TINY
 
 # the place -> where it is, and at which call; DDP rebuilds its buckets before the second forward
@@ -37,7 +37,7 @@ def main(rank: int, size: int, port: int, settings: dict, where: str, how: str, 
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
         if rank == size - 1 and where:
             lose(*PLACES[where], how)
-        config = Config(**(TINY | {"name": "lost", "timeout": 6.0} | settings))
+        config = make_config(**(TINY | {"name": "lost", "timeout": 6.0} | settings))
         try:
             sys.exit(
                 run.run_worker(config, RankEnvironment("test", rank, size, rank, size), False, [])

@@ -10,12 +10,21 @@ from oktopk.runlog.schema import Record
 from oktopk.train.config import Config, to_toml
 
 SECONDS = {"data": 0.01, "forward": 0.02, "backward": 0.03, "exposed": 0.02, "optimizer": 0.01}
+TASK = {
+    "name": "speech",
+    "metrics": [
+        {"name": "wer", "label": "WER"},
+        {"name": "cer", "label": "CER"},
+        {"name": "val_loss", "label": "validation loss"},
+    ],
+}
 OVERLAPPED = {"select": 0.005, "exchange": 0.01, "scatter": 0.002}
 
 
 def opening(size: int = 2, total: int = 8, method: str = "oktopk") -> dict:
     settings = {"method": method, "density": 0.02, "warmup_steps": 2}
-    return {"kind": "run", "step": 0, "size": size, "total_steps": total, "settings": settings}
+    found = {"kind": "run", "step": 0, "size": size, "total_steps": total, "settings": settings}
+    return found | {"task": TASK}
 
 
 def step(number: int, *, loss: float | None = 3.0, sent: int = 10, warmup: int = 2) -> dict:
@@ -25,9 +34,14 @@ def step(number: int, *, loss: float | None = 3.0, sent: int = 10, warmup: int =
     return found | sizes | SECONDS | OVERLAPPED | {"whole": 0.1, "skipped": loss is None}
 
 
-def epoch(number: int, wer: float | None, at: int) -> dict:
+def epoch(number: int, at: int) -> dict:
+    return {"kind": "epoch", "epoch": number, "step": at, "train_loss": 2.0}
+
+
+def validation(wer: float | None, at: int, **more: object) -> dict:
     rates = {"wer": wer, "cer": wer and wer / 2, "val_loss": wer and wer * 10}
-    return {"kind": "epoch", "epoch": number, "step": at, "train_loss": 2.0} | rates
+    found = {"kind": "validation", "epoch": at // 4, "step": at, "metrics": rates}
+    return found | {"seconds": 0.1 * (at + 1)} | more
 
 
 def end(how: str = "finished", text: str = "", **totals: dict) -> dict:
@@ -47,9 +61,11 @@ def whole_run(wer: float = 0.5, sent: int = 10, ranks: int = 2) -> list[dict]:
     return [
         opening(ranks),
         *(step(i, sent=sent, loss=4.0 - i / 4) for i in range(4)),
-        epoch(0, 2 * wer, 3),
+        epoch(0, 3),
+        validation(2 * wer, 3),
         *(step(i, sent=sent, loss=4.0 - i / 4) for i in range(4, 8)),
-        epoch(1, wer, 7),
+        epoch(1, 7),
+        validation(wer, 7),
         end(**sums),
     ]
 

@@ -17,9 +17,10 @@ from oktopk.comm.torch_transport import TorchTransport
 from oktopk.errors import RunError
 from oktopk.launch.rank_environment import RankEnvironment
 from oktopk.report.command import report
-from oktopk.train import checkpoint, loop, step
-from oktopk.train.config import Config
+from oktopk.train import checkpoint, loop
+from oktopk.train.config import make_config
 from oktopk.train.run import run_training
+from oktopk.train.tasks.speech.task import Speech
 from oktopk.utils.files import FileError
 
 TINY = {
@@ -65,7 +66,7 @@ def train(
     """
     del group
     rank, size = dist.get_rank(), dist.get_world_size()
-    config = Config(**(TINY | {"name": "tiny", "data": corpus, "runs": runs} | settings))
+    config = make_config(**(TINY | {"name": "tiny", "data": corpus, "runs": runs} | settings))
     place = RankEnvironment("test", rank, size, rank, size)
     with faulty(rank, runs, **(faults or {})):
         try:
@@ -98,7 +99,7 @@ def faulty(
 ):
     """Steps that break off; have a loss that is not a number (rank, first step, last step); find
     the disk full; after which a weight of rank 1 differs; from which rank 0 can write nothing."""
-    take_step, loss_of, at = loop.take_step, step.ctc_loss, [0]
+    take_step, loss_of, at = loop.take_step, Speech.loss, [0]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def breaking(run, batches):
@@ -120,11 +121,11 @@ def faulty(
         bad = rank == nan_at[0] and nan_at[1] <= at[0] <= nan_at[2]
         return loss_of(*args) * (math.nan if bad else 1.0)
 
-    loop.take_step, step.ctc_loss = breaking, poisoned
+    loop.take_step, Speech.loss = breaking, poisoned
     try:
         yield
     finally:
-        loop.take_step, step.ctc_loss = take_step, loss_of
+        loop.take_step, Speech.loss = take_step, loss_of
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 

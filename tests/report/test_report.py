@@ -36,7 +36,7 @@ SECTIONS = [
     "Which parameters are sparsified",
     "Gradients and residuals",
     "Quality of selection",
-    "Decoded samples",
+    "Samples",
     "Memory",
     "Settings",
     "Versions and machine",

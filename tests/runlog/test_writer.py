@@ -14,8 +14,8 @@ from oktopk.runlog.schema import (
     MessagesRecord,
     PhaseTotals,
     RunRecord,
-    Sample,
     StepRecord,
+    ValidationRecord,
 )
 from oktopk.runlog.writer import RunLogWriter, encode
 
@@ -28,7 +28,8 @@ def step(number: int, **more) -> StepRecord:
     "record",
     [
         step(3, loss=0.5, stages={}),
-        EpochRecord(epoch=0, step=3, wer=0.5, samples=[Sample("GO", "NO")]),
+        EpochRecord(epoch=0, step=3),
+        ValidationRecord(step=3, metrics={"wer": 0.5}, samples=[{"said": "GO", "heard": "NO"}]),
         RunRecord(step=0, size=2, settings={"method": "oktopk", "mine": [1]}),
         MessagesRecord(step=3, sent={"split": {5: 2, 12: 1}}),
         EndRecord(how="finished", seconds=1.0, totals={"dense": PhaseTotals(steps=2)}),

@@ -31,7 +31,10 @@ from oktopk.sweep.results import (
 from oktopk.sweep.space import Range, parse
 from oktopk.train import run_process
 from oktopk.train.config import Config
+from oktopk.train.tasks.base import Metric
 from speech import SMALL
+
+WER = Metric("wer", "WER")
 
 LR = ["--lr", "1e-3:1e-1", "--density", "0.02", "--warmup-steps", "2", "--exact-every", "32"]
 
@@ -140,7 +143,7 @@ def test_a_sweep_finds_the_best_and_goes_on(trainer, call, capsys):
     lowest = min(trainer.configs, key=lambda run: run.lr)
     assert table()[0]["trial"] == lowest.name
     assert f"--lr {lowest.lr}" in out.splitlines()[-1] and "--batch 3" in out.splitlines()[-1]
-    assert "the best: oktopk train --config quickstart --runs runs --name sweep-best" in out
+    assert "the best: oktopk train --task speech --runs runs --name sweep-best" in out
     page = Path("runs/sweep/sweep.html").read_text()
     assert "What mattered" in page and "WER against lr" in page
     assert call(*LR, "--trials", "6", "--batch", "3") == 0  # nothing is left to do
@@ -225,21 +228,21 @@ def test_figures_have_a_point_for_every_trial_that_has_a_metric():
     found = [result(1, "finished", 0.5), result(2, "failed", None), result(3, "finished", 0.7)]
     found.append(result(4, "pruned", 0.9))
     space = {"lr": Range(1e-4, 1, True, False), "warmup_steps": Range(0, 9, False, True)}
-    (in_order,) = history(found, "wer")
+    (in_order,) = history(found, WER)
     traces = {trace["name"]: trace for trace in in_order.traces}
     assert list(traces) == ["finished", "pruned", "best so far"]  # none that is empty
     assert traces["finished"]["x"] == [0, 2] and traces["pruned"]["y"] == [0.9]
     assert traces["best so far"]["y"] == [0.5, 0.5]
-    by_lr, by_warmup = slices(found, space, "wer")
+    by_lr, by_warmup = slices(found, space, WER)
     assert by_lr.layout["xaxis"]["type"] == "log" and by_warmup.traces[0]["x"] == [1, 3]
-    (lines,) = parallel(found, space, "wer")
+    (lines,) = parallel(found, space, WER)
     assert [trace["name"][-1] for trace in lines.traces] == ["4", "3", "1"]  # the best on top
     assert lines.traces[-1]["y"] == pytest.approx([0.75, 1 / 9, 0], abs=1e-4)
     assert "<br>lr 0.1<br>warmup_steps 1<br>WER 0.500" in lines.traces[-1]["text"]
-    assert parallel(found[:2], space, "wer") == []
-    assert cost(found, "wer")[0].traces[0]["x"] == [100, 300]
+    assert parallel(found[:2], space, WER) == []
+    assert cost(found, WER)[0].traces[0]["x"] == [100, 300]
     unknown = [result(2, "failed", None)]
-    assert [*history(unknown, "wer"), *slices(unknown, space, "wer"), *cost(unknown, "wer")] == []
+    assert [*history(unknown, WER), *slices(unknown, space, WER), *cost(unknown, WER)] == []
     assert importance({}) == []
     assert importance({"lr": 0.9, "density": 0.1})[0].traces[0]["y"] == ["density", "lr"]
 
@@ -247,15 +250,15 @@ def test_figures_have_a_point_for_every_trial_that_has_a_metric():
 def test_a_trial_that_diverged_does_not_squash_the_others():
     space = {"lr": Range(1e-4, 1, True, False)}
     found = [result(i, "finished", 0.3 + i / 10) for i in range(4)]
-    assert "range" not in history(found, "wer")[0].layout["yaxis"]
+    assert "range" not in history(found, WER)[0].layout["yaxis"]
     found.append(result(4, "pruned", 9.0))
-    for figure in (*history(found, "wer"), *slices(found, space, "wer")):
+    for figure in (*history(found, WER), *slices(found, space, WER)):
         assert figure.layout["yaxis"]["range"] == pytest.approx([0.255, 1.245])
         assert figure.note == "1 of 5 trials are above 1.2 and not shown."
-    (lines,) = parallel(found, space, "wer")
+    (lines,) = parallel(found, space, WER)
     assert lines.traces[-1]["y"][-1] == 0 and max(trace["y"][-1] for trace in lines.traces) == 1
-    (alone,) = history(found[4:], "wer")  # its colour is that of its state, whoever is there
-    assert alone.traces[0]["marker"] == history(found, "wer")[0].traces[1]["marker"]
+    (alone,) = history(found[4:], WER)  # its colour is that of its state, whoever is there
+    assert alone.traces[0]["marker"] == history(found, WER)[0].traces[1]["marker"]
 
 
 @pytest.mark.skipif(browser.BROWSER is None, reason="needs chromium: apt-get install chromium")
@@ -265,7 +268,7 @@ def test_a_browser_draws_the_sweep_and_asks_nobody(tmp_path):
     found = [result(i, "finished", 0.3 + i / 10) for i in range(4)]
     found += [result(4, "pruned", 9.0), result(5, "failed", None)]
     path = tmp_path / "sweep.html"
-    write_report(path, found, space, "wer", {"lr": 0.9, "warmup_steps": 0.1}, "oktopk train")
+    write_report(path, found, space, WER, {"lr": 0.9, "warmup_steps": 0.1}, "oktopk train")
     seen = browser.look(path, tmp_path)
     assert seen.console == []
     assert seen.number("drawn") == browser.figures(path) == 6
@@ -274,9 +277,9 @@ def test_a_browser_draws_the_sweep_and_asks_nobody(tmp_path):
 
 def test_the_best_is_one_that_finished():
     found = [result(1, "pruned", 0.1), result(2, "finished", 0.5), result(3, "finished", 0.3)]
-    assert [one.trial[-1] for one in ranked(found)] == ["3", "2", "1"]
-    assert best(found) == found[2] and best(found[:1]) is None and best([]) is None
-    assert as_table(found, "wer")[1][:5] == ["trial-001", "pruned", "0.100", "0.1", "1"]
+    assert [one.trial[-1] for one in ranked(found, WER)] == ["3", "2", "1"]
+    assert best(found, WER) == found[2] and best(found[:1], WER) is None and best([], WER) is None
+    assert as_table(found, WER)[1][:5] == ["trial-001", "pruned", "0.100", "0.1", "1"]
 
 
 @pytest.mark.timeout(240)  # a process that imports torch

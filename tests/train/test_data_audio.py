@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import soundfile
 
-from oktopk.train.data import audio
-from oktopk.train.data.labels import (
+from oktopk.train.tasks.speech.data import audio
+from oktopk.train.tasks.speech.data.labels import (
     BLANK,
     LABELS,
     decode,
     encode,
     unknown,
 )
-from oktopk.train.data.problems import DataError, extra
+from oktopk.train.tasks.speech.data.problems import DataError, extra
 from oktopk.utils.extras import MissingPackageError
 from recordings import RATE, save, sphere, tone
 

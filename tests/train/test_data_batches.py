@@ -10,25 +10,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oktopk.train.data import features as spectral
-from oktopk.train.data.batches import (
+from oktopk.train.tasks.speech.data import features as spectral
+from oktopk.train.tasks.speech.data.batches import (
     GAIN_DB,
     TEMPO,
     augmentation,
     collate,
     plan,
-    shard,
 )
-from oktopk.train.data.features import (
+from oktopk.train.tasks.speech.data.features import (
     BINS,
     at_tempo,
     features,
     open_spectra,
     spectrogram,
 )
-from oktopk.train.data.labels import encode
-from oktopk.train.data.manifest import Utterance
-from oktopk.train.data.problems import DataError
+from oktopk.train.tasks.speech.data.labels import encode
+from oktopk.train.tasks.speech.data.manifest import Utterance
+from oktopk.train.tasks.speech.data.problems import DataError
+from oktopk.train.validate import shard
 from recordings import RATE, save, tone
 
 TEXTS = ["GO", "NO NO", "MAY FIRST", "B B A", "STOP", "R U B"]

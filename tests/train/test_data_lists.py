@@ -13,9 +13,9 @@ import pytest
 import soundfile
 
 from oktopk.cli import parser
-from oktopk.train.data.an4 import convert
-from oktopk.train.data.commands import ACTIONS
-from oktopk.train.data.manifest import (
+from oktopk.train.tasks.speech.data.an4 import convert
+from oktopk.train.tasks.speech.data.commands import ACTIONS
+from oktopk.train.tasks.speech.data.manifest import (
     Utterance,
     check,
     find_manifests,
@@ -23,8 +23,8 @@ from oktopk.train.data.manifest import (
     speaker,
     write_manifest,
 )
-from oktopk.train.data.problems import DataError
-from oktopk.train.data.repair import repair
+from oktopk.train.tasks.speech.data.problems import DataError
+from oktopk.train.tasks.speech.data.repair import repair
 from recordings import RATE, SECONDS, TEST, TRAIN, an4_like, save, tone
 
 REAL = Path(__file__).parents[3] / "shared" / "an4"

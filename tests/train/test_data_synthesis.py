@@ -12,15 +12,15 @@ import pytest
 from numpy.random import default_rng
 
 from oktopk.cli import parser
-from oktopk.train.data import sentences, synthesis
-from oktopk.train.data.labels import unknown
-from oktopk.train.data.manifest import (
+from oktopk.train.tasks.speech.data import sentences, synthesis
+from oktopk.train.tasks.speech.data.labels import unknown
+from oktopk.train.tasks.speech.data.manifest import (
     check,
     find_manifests,
     read_manifest,
     speaker,
 )
-from oktopk.train.data.problems import DataError
+from oktopk.train.tasks.speech.data.problems import DataError
 
 
 def digest(folder: Path) -> dict[str, str]:

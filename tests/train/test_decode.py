@@ -8,8 +8,8 @@ from itertools import groupby, product
 import pytest
 import torch
 
-from oktopk.train.data.labels import LABELS, decode, encode
-from oktopk.train.decode import beam, greedy
+from oktopk.train.tasks.speech.data.labels import LABELS, decode, encode
+from oktopk.train.tasks.speech.decode import beam, greedy
 
 
 def scores(text: str) -> torch.Tensor:

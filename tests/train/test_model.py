@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from oktopk.train.models.lstman4 import (
+from oktopk.train.tasks.speech.lstman4 import (
     Lookahead,
     Lstman4,
     ctc_loss,

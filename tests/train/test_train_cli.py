@@ -47,7 +47,10 @@ def test_a_healthy_run_says_what_matters_and_warns_of_nothing(corpus, tmp_path):
     assert "warning" not in whole.lower() and "Traceback" not in whole
     assert "3 workers x batch 2 on cpu" in done.stdout
     assert "step 2: the sparse phase begins" in whole
-    assert re.search(r"epoch 0  train loss \d+\.\d+  val loss \d+\.\d+  WER \d\.\d+", done.stdout)
+    assert re.search(r"epoch 0  train loss \d+\.\d+  \(ms per step", done.stdout)
+    assert re.search(
+        r"validated after step \d: WER \d\.\d+, CER \d\.\d+, validation loss \d", done.stdout
+    )
     assert "said  " in done.stdout and "heard " in done.stdout
     assert re.search(r"sparse phase +\d+ +\d+", done.stdout)
     assert f"run folder: {tmp_path}/tiny" in done.stdout

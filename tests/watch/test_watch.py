@@ -39,12 +39,12 @@ def args(run, once: bool = False) -> argparse.Namespace:
 
 
 def test_a_resumed_run_is_counted_once(tmp_path):
-    folder = runlogs.write(tmp_path, runlogs.whole_run()[:8])
+    folder = runlogs.write(tmp_path, runlogs.whole_run()[:9])
     watcher = RunWatcher(folder)
     assert watcher.refresh().steps == 6
     runlogs.write(tmp_path, [*runlogs.whole_run()[:4], runlogs.step(3) | {"whole": 0.7}])
     assert watcher.refresh().steps == 4
-    assert len(watcher.state.losses) == 4 and watcher.state.validated == []
+    assert len(watcher.state.losses) == 4 and watcher.state.validations == []
 
 
 def test_a_running_run_shows_what_matters():
@@ -54,7 +54,7 @@ def test_a_running_run_shows_what_matters():
     assert shown["status"] == "running, oktopk at density 0.02, 2 workers"
     assert "100%, step 8 of 8, sparse phase" in shown["progress"]
     assert shown["loss"].endswith(" 2.250")
-    assert "0.500, CER 0.250, validation loss 5.000 after epoch 0" in shown["WER"]
+    assert "WER 0.500, CER 0.250, validation loss 5.000 after step 4" in shown["validation"]
     # 2 dense steps of 100, 6 sparse ones of 10
     assert shown["sent"] == "260 B by worker 0 for 800 B dense, 68% saved; sparse phase 10.0x less"
     assert shown["time"].startswith("100 ms a step: data 10%, forward 20%, backward 30%")
@@ -164,7 +164,7 @@ def test_in_a_pipe_there_is_a_line_when_something_is_new(tmp_path, capsys, monke
 
     def pause(_: float) -> None:
         growing.append(capsys.readouterr().out)
-        runlogs.write(tmp_path / "run", [run[:4], run[:4], run[:6], run][len(growing) - 1])
+        runlogs.write(tmp_path / "run", [run[:4], run[:4], run[:7], run][len(growing) - 1])
 
     monkeypatch.setattr(watching, "LINE_SECONDS", 0.0)
     monkeypatch.setattr(watching, "time", SimpleNamespace(**vars(time) | {"sleep": pause}))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import sys
 
-from oktopk.bench.network import UNSHAPED
 from oktopk.comm.communicator import Comm
+from oktopk.launch.network import UNSHAPED
 from oktopk.methods import METHODS
 from oktopk.methods.cost_model import KernelSpeed, Link, Work
 from oktopk.methods.prediction import break_even

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sys
 from pathlib import Path
 from typing import get_args
 
-from oktopk.bench import network
 from oktopk.bench.baselines import CASES, DENSE, NOOP
 from oktopk.bench.shapes import MODELS, shapes_of
 from oktopk.errors import LaunchError
+from oktopk.launch import network
 from oktopk.launch.local_workers import num_workers_to_start, run_local_workers
 from oktopk.launch.process_group import job_process_group
 from oktopk.launch.rank_environment import read_rank_environment
@@ -90,23 +89,13 @@ def command(args: argparse.Namespace, argv: list[str]) -> int:
     if not number:
         from oktopk.bench.worker import predict, work
 
-        if network.inside():
-            os.environ["GLOO_SOCKET_IFNAME"] = network.DEVICE
         may_differ = ("run", "known", "workers", "json", "plot")
         settings = {name: value for name, value in vars(args).items() if name not in may_differ}
         with job_process_group(env, args.timeout, settings):
             return (predict if args.advise or args.simulate else work)(args, rates, methods)
-    if not args.loopback:
-        network.enter(argv)
-    if network.inside():
-        try:
-            address = network.build(number)
-        except network.NetworkError as error:
-            sys.exit(f"oktopk bench: {error}\nwithout namespaces: oktopk bench --loopback")
-        return run_local_workers(number, argv, address=address, prefix=network.prefix)
-    if not args.loopback:
-        sys.stderr.write(f"no cluster in a box: {network.why_not()}; measuring on loopback\n")
-    return run_local_workers(number, argv)
+    if args.loopback:
+        return run_local_workers(number, argv)
+    return network.run_workers_in_network(number, argv, network.UNSHAPED)
 
 
 def _check(args: argparse.Namespace, rates: list[str]) -> None:

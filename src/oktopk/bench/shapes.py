@@ -12,7 +12,7 @@ Shapes = list[tuple[int, ...]]
 
 def lstman4() -> Shapes:
     """Return the shapes of lstman4 at full size: 27,569,568 gradients, 40 tensors."""
-    from oktopk.train.models.lstman4 import Lstman4
+    from oktopk.train.tasks.speech.lstman4 import Lstman4
 
     with torch.device("meta"):
         return [tuple(p.shape) for p in Lstman4(hidden=800, layers=5, channels=32).parameters()]

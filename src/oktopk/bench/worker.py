@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import torch
 
-from oktopk.bench import network
 from oktopk.bench.advise import advise
 from oktopk.bench.baselines import DENSE, NOOP, BenchSettings
 from oktopk.bench.measure import Row, compared, measure
@@ -22,6 +21,7 @@ from oktopk.bench.stream import Stream
 from oktopk.bench.table import head, line, plot
 from oktopk.comm.communicator import Comm
 from oktopk.comm.torch_transport import TorchTransport
+from oktopk.launch import network
 from oktopk.methods.prediction import probe_kernels, probe_link
 
 

@@ -1,11 +1,15 @@
-"""`oktopk compare`: train under several methods and densities, one after the other."""
+"""`oktopk compare`: the same training under several methods, one after the other.
+
+With --until it is a race: every run ends when it reaches the target, and the table says how long it
+took.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from oktopk.compare.page import write_report
@@ -17,19 +21,17 @@ from oktopk.compare.plan import (
     refuse_run,
     refuse_sweep,
 )
-from oktopk.compare.results import (
-    METRICS,
-    SHOWN,
-    as_table,
-    row,
-)
+from oktopk.compare.progress import RunProgress
+from oktopk.compare.results import Row, as_plain, as_table, compared, result_line, row
+from oktopk.compare.verdict import verdict
 from oktopk.report.texttable import markdown
 from oktopk.runlog.reader import RunLog, read_runlog
 from oktopk.runlog.run_directory import METRICS_FILE, lock
-from oktopk.train.config import DEFAULT, FIELDS, Config, load
+from oktopk.train.config import Config, specs
 from oktopk.train.console import print_line
 from oktopk.train.flags import add_flags as add_train_flags
-from oktopk.train.flags import with_flags
+from oktopk.train.flags import load_with_flags, task_of
+from oktopk.train.preflight import check_before_start
 from oktopk.train.run_process import (
     directory_of,
     exit_code_of,
@@ -37,13 +39,22 @@ from oktopk.train.run_process import (
     log_of,
     train_in_process,
 )
+from oktopk.train.target import Target, parse_target
+from oktopk.train.tasks.registry import find_metric, task_type
 from oktopk.utils.files import write_atomically
 from oktopk.utils.signals import raise_on_signals
 
 NAME = "compare"
 # flags that take a list, and the flag of `oktopk train` that takes one value
 LISTS = {"methods": "method", "densities": "density", "seeds": "seed"}
-KNOWN = [f"--{name.replace('_', '-')}" for name in (*FIELDS, *LISTS, "metric", "config")]
+REFERENCES = ("ddp_dense", "dense")
+"""Methods that the others are compared with: the first that has a run."""
+
+
+def known_flags() -> list[str]:
+    """The flags of the command, for a hint at a mistyped one."""
+    names = (*specs(task_of(sys.argv[1:])), *LISTS, "metric", "config")
+    return [f"--{name.replace('_', '-')}" for name in names]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -51,9 +62,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--methods", help="comma-separated (default: dense and the config's)")
     parser.add_argument("--densities", help="comma-separated (default: the config's)")
     parser.add_argument("--seeds", help="comma-separated (default: the config's)")
-    parser.add_argument("--metric", default="wer", choices=list(METRICS), help="(%(default)s)")
-    parser.add_argument("--config", help=f"as for oktopk train (default: {DEFAULT})")
-    add_train_flags(parser, without=("name",))
+    parser.add_argument("--metric", help="what the figures show (default: the task's first)")
+    parser.add_argument("--config", help="as for oktopk train")
+    add_train_flags(parser, task_of(sys.argv[1:]), without=("name",))
     parser.add_argument("--name", default=NAME, help="folder in RUNS, with a folder for each run")
 
 
@@ -62,12 +73,13 @@ def command(args: argparse.Namespace) -> int:
 
     def act() -> int:
         base, wanted = resolve(args)
+        metric, target = metric_and_target(base, args.metric)
         folder = Path(base.runs)
         refuse_run(folder)
         refuse_sweep(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with lock(folder), raise_on_signals():
-            return compare(args.config or DEFAULT, base, wanted, args.metric)
+            return compare(args.config or "", base, wanted, metric, target)
 
     return exit_code_of("oktopk compare", act)
 
@@ -77,7 +89,7 @@ def resolve(args: argparse.Namespace) -> tuple[Config, list[Config]]:
     for several, one in LISTS.items():
         if getattr(args, several) is not None and hasattr(args, one):
             raise ValueError(f"--{several} and --{one}: give one of them")
-    base = with_flags(load(args.config or DEFAULT), args)
+    base = load_with_flags(args)
     base = replace(base, runs=str(Path(base.runs) / base.name))
     methods = _list("methods", args.methods, str) or dict.fromkeys(["dense", base.method])
     densities = _list("densities", args.densities, float) or [base.density]
@@ -94,7 +106,18 @@ def _list(name: str, text: str | None, kind: type) -> list:
         raise ValueError(f"--{name} {text!r}: values with commas between them") from None
 
 
-def compare(config: str, base: Config, wanted: list[Config], metric: str) -> int:
+def metric_and_target(base: Config, asked: str | None) -> tuple[str, Target | None]:
+    """The metric to show, and the target of the race. ValueError if the task has no such metric."""
+    check_before_start("oktopk compare", base)
+    target = parse_target(base.until, task_type(base.task).metrics) if base.until else None
+    if asked is None and target is not None:
+        return target.metric.name, target
+    return find_metric(base.task, asked).name, target
+
+
+def compare(
+    config: str, base: Config, wanted: list[Config], metric: str, target: Target | None
+) -> int:
     """Train what is missing and write the tables. Returns 1 if a run failed."""
     folder = Path(base.runs)
     refuse_others(folder, base)
@@ -103,10 +126,11 @@ def compare(config: str, base: Config, wanted: list[Config], metric: str) -> int
     for number, run in enumerate(wanted, 1):
         place = f"{number}/{len(wanted)} {run.name}"
         try:
-            if not train(config, run, place):
-                failed.append(run.name)
+            with RunProgress(place, run, len(wanted) - number) as progress:
+                if not train(config, run, place, target, progress):
+                    failed.append(run.name)
         finally:  # also when the comparison is interrupted
-            table = write_tables(folder, metric)
+            table = write_tables(folder, metric, target)
     print_line(f"\n{table}")
     for name in failed:
         sys.stderr.write(f"oktopk compare: {name} failed, see {folder / name}.log\n")
@@ -115,48 +139,57 @@ def compare(config: str, base: Config, wanted: list[Config], metric: str) -> int
     return 1 if failed else 0
 
 
-def train(config: str, run: Config, place: str) -> bool:
+def train(
+    config: str, run: Config, place: str, target: Target | None, progress: RunProgress
+) -> bool:
     """Train one run unless it is finished. Returns whether it finished."""
     directory, log = directory_of(run), log_of(run)
     before = read_runlog(directory)
     if before.finished:
-        print_line(f"{place}: {result_line(before)} (trained before)")
+        print_line(f"{place}: {result_line(before, target)} (trained before)")
         return True
     print_line(f"{place}: training; to look: oktopk watch {directory}")
-    result = train_in_process(run, config)
+    with progress:
+        result = train_in_process(run, config, progress)
     if result.exit_code == 0 and result.runlog.finished:
-        print_line(f"{place}: {result_line(result.runlog)}")
+        print_line(f"{place}: {result_line(result.runlog, target)}")
         return True
     print_line(f"{place}: failed with exit code {result.exit_code}, in {log}:\n{last_lines(log)}")
     return False
 
 
-def result_line(runlog: RunLog) -> str:
-    """The result of a run in one line."""
-    values = asdict(row(runlog, "wer", None))
-    names = ("wer", "cer", "bytes_sent", "ratio", "ms_per_step")
-    return ", ".join(f"{SHOWN[name][0]} {SHOWN[name][1](values[name])}" for name in names)
-
-
-def write_tables(folder: Path, metric: str) -> str:
+def write_tables(folder: Path, metric: str, target: Target | None) -> str:
     """Write the tables and the report of all runs in the folder. Returns the table as text."""
     paths = folder.glob(f"*/{METRICS_FILE}")
     runlogs = sorted((read_runlog(path.parent) for path in paths), key=_order)
     if not runlogs:
         return "no run has begun"
-    dense = {run.config.get("seed"): run for run in runlogs if _order(run)[0] == 0}
-    rows = [row(runlog, metric, dense.get(runlog.config.get("seed"))) for runlog in runlogs]
-    text = markdown(as_table(rows))
+    rows = _rows(runlogs, metric, target)
+    metrics = next((runlog.metrics for runlog in runlogs if runlog.metrics), [])
+    sentence = verdict(runlogs, rows, target)
+    text = markdown(as_table(rows, metrics))
     write_atomically(folder / "table.md", text)
-    write_atomically(
-        folder / "table.json", json.dumps([asdict(row) for row in rows], indent=1) + "\n"
-    )
-    write_report(folder / REPORT, runlogs, rows, metric)
-    return f"{text}\n{folder}: table.md, table.json, {REPORT}"
+    write_atomically(folder / "table.json", json.dumps(as_plain(rows), indent=1) + "\n")
+    write_report(folder / REPORT, runlogs, rows, metric, target)
+    return "\n".join(filter(None, [text, sentence, f"{folder}: table.md, table.json, {REPORT}"]))
+
+
+def _rows(runlogs: list[RunLog], metric: str, target: Target | None) -> list[Row]:
+    """The rows of the runs, each beside the reference run with the same seed."""
+    rows = [row(runlog, target) for runlog in runlogs]
+    references: dict[int | None, Row] = {}
+    for method in reversed(REFERENCES):  # the preferred one last, so that it remains
+        for runlog, own in zip(runlogs, rows, strict=True):
+            if runlog.config.get("method") == method:
+                references[runlog.config.get("seed")] = own
+    return [
+        compared(own, references.get(runlog.config.get("seed")), metric)
+        for runlog, own in zip(runlogs, rows, strict=True)
+    ]
 
 
 def _order(runlog: RunLog) -> tuple[int, str, float, int]:
-    """Dense first, then by method, density and seed."""
+    """The references first, then by method, density and seed."""
     method = runlog.config.get("method", "")
     rest = (runlog.config.get("density", 0.0), runlog.config.get("seed", 0))
-    return (0 if method == "dense" else 1, method, *rest)
+    return (REFERENCES.index(method) if method in REFERENCES else len(REFERENCES), method, *rest)

@@ -6,11 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from oktopk.compare.results import (
-    METRICS,
-    Row,
-    as_table,
-)
+from oktopk.compare.results import Row, as_table
+from oktopk.compare.verdict import verdict
 from oktopk.report.curves import LOG, line
 from oktopk.report.downsample import downsample
 from oktopk.report.page import (
@@ -24,24 +21,62 @@ from oktopk.report.page import (
 )
 from oktopk.runlog.aggregates import cumulative_bytes, cumulative_minutes
 from oktopk.runlog.reader import RunLog
+from oktopk.runlog.schema import STEP_PARTS, MetricInfo
+from oktopk.train.target import Target
 
 # x axes: a title, and a value for every step of a run
 AGAINST: dict[str, tuple[str, Callable[[RunLog], list[Any]]]] = {
-    "steps": ("step", lambda runlog: [step.step for step in runlog.steps]),
+    "time": ("minutes of training, without validation", cumulative_minutes),
     "bytes": ("bytes sent by all workers", cumulative_bytes),
-    "time": ("minutes of steps, without validation", cumulative_minutes),
+    "steps": ("step", lambda runlog: [step.step for step in runlog.steps]),
 }
+PART_LABELS = {"exposed": "waiting for the exchange"}
+TIME_NOTE = "The exchange that overlaps with the backward pass takes no time of its own here."
 NOTE = "A click on a name hides its curve, a double click all others."
 
 
-def curves(runlogs: list[RunLog], metric: str) -> list[Figure]:
-    """The metric of every run against steps, against bytes and against time."""
+def curves(runlogs: list[RunLog], metric: MetricInfo, target: Target | None) -> list[Figure]:
+    """The metric of every run against time, against bytes and against steps."""
     figures = []
     for against, (axis, values) in AGAINST.items():
-        traces = [_metric(runlog, metric, values(runlog)) for runlog in runlogs]
-        title = f"{METRICS[metric]} against {against}"
-        figures.append(Figure(title, traces, NOTE, _layout(axis, METRICS[metric])))
+        traces = [_metric(runlog, metric.name, values(runlog)) for runlog in runlogs]
+        layout = _layout(axis, metric.label)
+        if target is not None and target.metric.name == metric.name:
+            layout |= _target_line(target)
+        figures.append(Figure(f"{metric.label} against {against}", traces, NOTE, layout))
     return figures
+
+
+def _target_line(target: Target) -> dict[str, Any]:
+    """A dashed line at the target."""
+    place = {"xref": "paper", "y": target.value, "yref": "y"}
+    line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "yref": "y"}
+    line |= {"y0": target.value, "y1": target.value, "line": {"dash": "dash", "width": 1}}
+    note = {"text": f"target: {target}", "showarrow": False, "x": 1, "xanchor": "right"}
+    return {"shapes": [line], "annotations": [place | note | {"yanchor": "bottom"}]}
+
+
+def where_time_went(runlogs: list[RunLog]) -> list[Figure]:
+    """Seconds of all steps of every run, by part: one bar for each run."""
+    names = [runlog.directory.name for runlog in runlogs]
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": PART_LABELS.get(part, part),
+            "y": names,
+            "x": rounded(
+                sum(getattr(step, part) or 0.0 for step in runlog.steps) for runlog in runlogs
+            ),
+        }
+        for part in STEP_PARTS
+    ]
+    layout = {
+        "barmode": "stack",
+        "xaxis": {"title": {"text": "seconds of training on rank 0"}},
+        "yaxis": {"autorange": "reversed"},
+    }
+    return [Figure("Where the time went", traces, TIME_NOTE, layout)]
 
 
 def losses(runlogs: list[RunLog]) -> list[Figure]:
@@ -62,9 +97,10 @@ def losses(runlogs: list[RunLog]) -> list[Figure]:
 def _metric(runlog: RunLog, metric: str, x: list[Any]) -> dict[str, Any]:
     """The validations of a run, at the x value of their step."""
     x_of = {step.step: value for step, value in zip(runlog.steps, x, strict=True)}
-    epochs = [epoch for epoch in runlog.validated if epoch.step in x_of]
-    at = [x_of[epoch.step] for epoch in epochs]
-    return line(runlog.directory.name, rounded(at), [getattr(epoch, metric) for epoch in epochs])
+    records = [record for record in runlog.validations if record.step in x_of]
+    at = [x_of[record.step] for record in records]
+    values = [record.metrics.get(metric) for record in records]
+    return line(runlog.directory.name, rounded(at), values)
 
 
 def _layout(x: str, y: str) -> dict[str, Any]:
@@ -72,17 +108,24 @@ def _layout(x: str, y: str) -> dict[str, Any]:
     return {"xaxis": axis, "yaxis": {"title": {"text": y}}}
 
 
-def write_report(path: Path, runlogs: list[RunLog], rows: list[Row], metric: str) -> None:
+def write_report(
+    path: Path, runlogs: list[RunLog], rows: list[Row], metric: str, target: Target | None
+) -> None:
     """Write the page. Runs without a finished step are in the table only."""
     begun = [runlog for runlog in runlogs if runlog.steps]
-    cells = as_table(rows)
+    metrics = next((runlog.metrics for runlog in runlogs if runlog.metrics), [])
+    shown = next((info for info in metrics if info.name == metric), MetricInfo(metric, metric))
+    cells = as_table(rows, metrics)
     whole: list[Block] = [table(cells[0], cells[1:])]
     sections = [
+        Section(shown.label, curves(begun, shown, target) if begun else []),
         Section("Runs", whole),
-        Section(METRICS[metric], curves(begun, metric) if begun else []),
+        Section("Where the time went", where_time_went(begun) if begun else []),
         Section("Training loss", losses(begun) if begun else []),
     ]
-    opening = paragraph(
-        "The same training, exchanged in different ways. Bytes are those of all workers."
-    )
+    texts = [
+        verdict(runlogs, rows, target),
+        "The same training, exchanged in different ways. Bytes are those of all workers.",
+    ]
+    opening = "\n".join(paragraph(text, "summary") for text in texts if text)
     write_page(path, f"{path.parent.resolve().name}: comparison of runs", opening, sections)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from oktopk.runlog.aggregates import estimated_totals, steady_steps
+from oktopk.runlog.aggregates import cumulative_bytes, estimated_totals, steady_steps
 from oktopk.runlog.reader import RunLog
-from oktopk.runlog.schema import ProbeRecord
-from oktopk.utils.units import format_bytes
+from oktopk.runlog.schema import MetricInfo, ProbeRecord, ValidationRecord
+from oktopk.train.target import Target
+from oktopk.utils.units import format_bytes, format_duration
 
-METRICS = {"wer": "WER", "cer": "CER", "val_loss": "validation loss"}
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """When a run reached the target. Times are those of training, without validation."""
+
+    seconds: float
+    bytes_sent: float
+    """Sent by all ranks until then."""
+
+    steps: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,13 +34,19 @@ class Row:
     """finished, stopped, failed, or unfinished when it was killed."""
 
     steps: int
-    wer: float | None
-    cer: float | None
-    val_loss: float | None
-    to_dense: float | None
-    """The metric minus that of the dense run with the same seed."""
+    metrics: dict[str, float | None]
+    """Of the last validation."""
 
-    xi: float | None
+    arrival: Arrival | None = None
+    """None if the run did not reach the target, or there is none."""
+
+    speedup: float | None = None
+    """The time of the reference run to the target, over the time of this run."""
+
+    to_dense: float | None = None
+    """The metric minus that of the reference run with the same seed."""
+
+    xi: float | None = None
     """Mean over the probes of the distance between result and exact top k; None without probes."""
 
     bytes_sent: int
@@ -44,9 +60,8 @@ class Row:
     minutes: float
 
 
-def row(runlog: RunLog, metric: str, dense: RunLog | None) -> Row:
-    """The row of a run, finished or not."""
-    last = runlog.validated[-1] if runlog.validated else None
+def row(runlog: RunLog, target: Target | None = None) -> Row:
+    """The row of a run by itself, finished or not."""
     totals = estimated_totals(runlog)
     whole, sparse = totals.whole, totals["sparse"]
     durations = [step.whole for step in steady_steps(runlog) if step.whole is not None]
@@ -54,8 +69,8 @@ def row(runlog: RunLog, metric: str, dense: RunLog | None) -> Row:
         setting=runlog.directory.name,
         state=runlog.end.how if runlog.end else "unfinished",
         steps=whole.steps,
-        **{name: getattr(last, name, None) for name in METRICS},
-        to_dense=_difference(runlog, dense, metric),
+        metrics=dict(runlog.validations[-1].metrics) if runlog.validations else {},
+        arrival=arrival(runlog, target) if target else None,
         xi=_mean([probe.xi for probe in runlog.of(ProbeRecord) if probe.xi is not None]),
         bytes_sent=whole.bytes_sent,
         ratio=_ratio(whole.bytes_dense, whole.bytes_sent),
@@ -65,11 +80,27 @@ def row(runlog: RunLog, metric: str, dense: RunLog | None) -> Row:
     )
 
 
-def _difference(runlog: RunLog, dense: RunLog | None, metric: str) -> float | None:
-    if dense is None or dense is runlog or not (runlog.validated and dense.validated):
+def compared(own: Row, reference: Row | None, metric: str) -> Row:
+    """The row beside the reference run: the distance of the metric, and how much sooner."""
+    if reference is None or reference is own:
+        return own
+    mine, other = own.metrics.get(metric), reference.metrics.get(metric)
+    distance = mine - other if mine is not None and other is not None else None
+    speedup = None
+    if own.arrival and reference.arrival and own.arrival.seconds > 0:
+        speedup = reference.arrival.seconds / own.arrival.seconds
+    return replace(own, to_dense=distance, speedup=speedup)
+
+
+def arrival(runlog: RunLog, target: Target) -> Arrival | None:
+    """When the first validation that is as good as the target was made."""
+    reached = [record for record in runlog.validations if target.is_reached(record.metrics)]
+    if not reached:
         return None
-    mine, other = (getattr(run.validated[-1], metric) for run in (runlog, dense))
-    return mine - other if mine is not None and other is not None else None
+    first: ValidationRecord = reached[0]
+    index = next((i for i, step in enumerate(runlog.steps) if step.step == first.step), None)
+    sent = cumulative_bytes(runlog)[index] if index is not None else 0.0
+    return Arrival(first.seconds or 0.0, sent, first.step + 1)
 
 
 def _mean(values: list[float]) -> float | None:
@@ -84,31 +115,82 @@ def _format(how: str) -> Callable[[Any], str]:
     return lambda value: "-" if value is None else format(value, how)
 
 
-SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "setting": ("setting", str),
-    "state": ("state", str),
-    "wer": ("WER", _format(".3f")),
-    "cer": ("CER", _format(".3f")),
-    "val_loss": ("validation loss", _format(".3f")),
-    "to_dense": ("to dense", _format("+.3f")),
-    "xi": ("xi", _format(".3f")),
-    "bytes_sent": ("sent", format_bytes),
-    "ratio": ("ratio", _format(".1f")),
-    "sparse_ratio": ("ratio, sparse phase", _format(".1f")),
-    "ms_per_step": ("ms/step, median", _format(".0f")),
-    "minutes": ("minutes", _format(".1f")),
-}
-"""Columns of the table: the heading, and how a value is formatted."""
-OPTIONAL = ("to_dense", "xi")
+def _or_dash(write: Callable[[Any], str]) -> Callable[[Any], str]:
+    return lambda value: "-" if value is None else write(value)
 
 
-def as_table(rows: list[Row]) -> list[list[str]]:
+Column = tuple[str, Callable[[Row], Any], Callable[[Any], str]]
+"""A heading, the value of a row, and how it is written."""
+
+OPTIONAL = ("to target", "speed-up", "sent to target", "to dense", "xi")
+"""Columns that are left out when no run has a value."""
+
+
+def columns(metrics: Sequence[MetricInfo]) -> list[Column]:
+    """The columns of the table of a comparison."""
+    shown: list[Column] = [
+        (metric.label, lambda row, name=metric.name: row.metrics.get(name), _format(".3f"))
+        for metric in metrics
+        if metric.shown
+    ]
+    return [
+        ("setting", lambda row: row.setting, str),
+        ("state", lambda row: row.state, str),
+        (
+            "to target",
+            lambda row: row.arrival and row.arrival.seconds,
+            _or_dash(format_duration),
+        ),
+        ("speed-up", lambda row: row.speedup, _format(".1f")),
+        (
+            "sent to target",
+            lambda row: row.arrival and row.arrival.bytes_sent,
+            _or_dash(format_bytes),
+        ),
+        *shown,
+        ("to dense", lambda row: row.to_dense, _format("+.3f")),
+        ("xi", lambda row: row.xi, _format(".3f")),
+        ("sent", lambda row: row.bytes_sent, format_bytes),
+        ("ratio", lambda row: row.ratio, _format(".1f")),
+        ("ratio, sparse phase", lambda row: row.sparse_ratio, _format(".1f")),
+        ("ms/step, median", lambda row: row.ms_per_step, _format(".0f")),
+        ("minutes", lambda row: row.minutes, _format(".1f")),
+    ]
+
+
+def as_table(rows: list[Row], metrics: Sequence[MetricInfo]) -> list[list[str]]:
     """Headings and cells. Optional columns without values are left out, and so is the state if all
     runs have finished."""
-    values = [asdict(row) for row in rows]
-    empty = {name for name in OPTIONAL if all(row[name] is None for row in values)}
-    if all(row.state == "finished" for row in rows):
-        empty.add("state")
-    columns = {name: column for name, column in SHOWN.items() if name not in empty}
-    cells = [[write(row[name]) for name, (_, write) in columns.items()] for row in values]
-    return [[heading for heading, _ in columns.values()], *cells]
+    kept = []
+    for heading, value, write in columns(metrics):
+        values = [value(row) for row in rows]
+        if heading in OPTIONAL and all(found is None for found in values):
+            continue
+        if heading == "state" and all(found == "finished" for found in values):
+            continue
+        kept.append([heading, *(write(found) for found in values)])
+    return [list(cells) for cells in zip(*kept, strict=True)]
+
+
+def result_line(runlog: RunLog, target: Target | None) -> str:
+    """The result of a run in one line."""
+    own = row(runlog, target)
+    parts = []
+    if target is not None:
+        parts.append(
+            f"{target} after {format_duration(own.arrival.seconds)}"
+            if own.arrival
+            else f"{target} not reached in {format_duration(60 * own.minutes)}"
+        )
+    for metric in runlog.metrics:
+        value = own.metrics.get(metric.name)
+        if metric.shown and value is not None:
+            parts.append(f"{metric.label} {value:.3f}")
+    parts.append(f"sent {format_bytes(own.bytes_sent)}")
+    parts += [f"{own.ms_per_step:.0f} ms/step"] if own.ms_per_step is not None else []
+    return ", ".join(parts)
+
+
+def as_plain(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows as plain values, for JSON."""
+    return [asdict(row) for row in rows]

@@ -85,7 +85,7 @@ def sections(runlog: RunLog) -> list[Section]:
         ]
     return [
         *measured,
-        Section("Decoded samples", _samples(runlog)),
+        Section("Samples", _samples(runlog)),
         Section("Memory", _memory(runlog)),
         Section("Settings", _settings(runlog)),
         Section("Versions and machine", _machine(runlog)),
@@ -99,16 +99,17 @@ def _quality(runlog: RunLog) -> list:
 
 
 def _samples(runlog: RunLog) -> list[str]:
-    epochs = [epoch for epoch in runlog.validated if epoch.samples]
-    if not epochs:
+    records = [record for record in runlog.validations if record.samples]
+    if not records:
         return []
-    shown = [epochs[i] for i in sorted({0, len(epochs) // 2, len(epochs) - 1})]
+    shown = [records[i] for i in sorted({0, len(records) // 2, len(records) - 1})]
+    names = list(dict.fromkeys(name for r in shown for s in r.samples or () for name in s))
     rows = [
-        [epoch.epoch, sample.said, sample.heard]
-        for epoch in shown
-        for sample in epoch.samples or ()
+        [record.step + 1, *(sample.get(name, "") for name in names)]
+        for record in shown
+        for sample in record.samples or ()
     ]
-    return [table(["epoch", "said", "heard"], rows)]
+    return [table(["step", *names], rows)]
 
 
 def _memory(runlog: RunLog) -> list[str]:

@@ -9,6 +9,8 @@ from oktopk.report.page import Figure, rounded
 from oktopk.runlog.reader import RunLog
 from oktopk.runlog.schema import ProbeRecord
 
+LOSS = "val_loss"
+"""The metric that is drawn beside the training loss."""
 LOG = {"type": "log", "tickformat": "~g"}
 FEW_TICKS = {"dtick": "D2"}  # ticks at 1, 2 and 5 only
 
@@ -54,19 +56,25 @@ def phase_changes(runlog: RunLog) -> list[tuple[str, int, int]]:
 
 def learning(runlog: RunLog, steps: Windows) -> list[Figure]:
     """Loss and error rates, training and validation."""
-    epochs, validated = downsample(runlog.epochs), runlog.validated
+    epochs, validated = downsample(runlog.epochs), runlog.validations
     at = epochs.steps
     traces = [line("training, each step", steps.steps, steps.mean("loss"), opacity=0.55)]
     traces.append(line("training, each epoch", at, epochs.mean("train_loss")))
-    at_validation = [epoch.step for epoch in validated]
-    traces.append(line("validation", at_validation, [epoch.val_loss for epoch in validated]))
+    at_validation = [record.step for record in validated]
+    if any(metric.name == LOSS for metric in runlog.metrics):
+        values = [record.metrics.get(LOSS) for record in validated]
+        traces.append(line("validation", at_validation, values))
     loss = Figure("Loss", traces, _window_note(steps), _logarithmic("loss", runlog))
-    rates = {"WER": [e.wer for e in validated], "CER": [e.cer for e in validated]}
-    traces = [line(name, at_validation, values) for name, values in rates.items()]
-    layout = over_steps("errors over words, or characters")
+    rates = [metric for metric in runlog.metrics if metric.shown and metric.name != LOSS]
+    if not validated or not rates:
+        return [loss]
+    traces = [
+        line(metric.label, at_validation, [record.metrics.get(metric.name) for record in validated])
+        for metric in rates
+    ]
+    layout = over_steps(", ".join(metric.label for metric in rates))
     layout["yaxis"] |= {"rangemode": "tozero"}
-    wer = Figure("Error rates on the test set", traces, "", with_phases(layout, runlog))
-    return [loss, wer] if validated else [loss]
+    return [loss, Figure("Metrics on the test set", traces, "", with_phases(layout, runlog))]
 
 
 def compression(runlog: RunLog, steps: Windows) -> list[Figure]:

@@ -9,7 +9,7 @@ from oktopk.report.page import paragraph, tiles
 from oktopk.runlog.aggregates import steady_steps, totals_of_all_ranks, totals_of_rank_0
 from oktopk.runlog.reader import RunLog
 from oktopk.runlog.run_directory import has_checkpoint
-from oktopk.runlog.schema import STEP_PARTS, PhaseTotals, WarningRecord
+from oktopk.runlog.schema import STEP_PARTS, MetricInfo, PhaseTotals, WarningRecord
 from oktopk.utils.units import format_bytes, format_duration, list_some
 
 MAX_SHOWN = 8
@@ -71,23 +71,27 @@ def _ending(runlog: RunLog) -> str:
 
 
 def _learned(runlog: RunLog) -> str:
-    rates = [(epoch.epoch, epoch.wer) for epoch in runlog.epochs if epoch.wer is not None]
-    if len(rates) > 1 and rates[-1][1] < rates[0][1]:
+    metric = runlog.metrics[0] if runlog.metrics else MetricInfo("", "")
+    sign = -1 if metric.higher_is_better else 1
+    known = [(r.step + 1, r.metrics.get(metric.name)) for r in runlog.validations]
+    rates = [(step, value) for step, value in known if value is not None]
+    if len(rates) > 1 and sign * rates[-1][1] < sign * rates[0][1]:
         (first, before), (last, after) = rates[0], rates[-1]
-        best, lowest = min(rates, key=lambda pair: pair[1])
-        better = f"; it was lowest after epoch {best}: {lowest:.3f}" if lowest < after else ""
+        best, value = min(rates, key=lambda pair: sign * pair[1])
+        better = f"; it was best after step {best}: {value:.3f}" if value != after else ""
         return (
-            f"It learned: WER went from {before:.3f} after epoch {first} to {after:.3f} after "
-            f"epoch {last}{better}."
+            f"It learned: {metric.label} went from {before:.3f} after step {first} to {after:.3f} "
+            f"after step {last}{better}."
         )
     losses = [step.loss for step in runlog.steps if step.loss is not None]
     if len(losses) < 2:
         return ""
     some = max(1, len(losses) // 10)
     before, after = sum(losses[:some]) / some, sum(losses[-some:]) / some
-    # at first the model recognizes nothing, although its loss already falls
-    known = f" WER has not fallen: {rates[-1][1]:.3f}." if rates else " It was not validated."
-    return f"Training loss went from {before:.3g} to {after:.3g}.{known}"
+    # at first a model may recognize nothing, although its loss already falls
+    last = f" {metric.label} is not better yet: {rates[-1][1]:.3f}." if rates else ""
+    last = last or " It was not validated."
+    return f"Training loss went from {before:.3g} to {after:.3g}.{last}"
 
 
 def _phases(runlog: RunLog) -> str:
@@ -123,9 +127,11 @@ def _key_figures(runlog: RunLog) -> list[tuple[str, str, str]]:
     totals, whose = (of_all, "all ranks") if of_all else (totals_of_rank_0(runlog), "rank 0")
     whole, sparse = totals.whole, totals["sparse"]
     shown = []
-    if runlog.validated:
-        last = runlog.validated[-1]
-        shown.append(("word error rate", f"{last.wer:.3f}", f"after epoch {last.epoch}"))
+    last = runlog.validations[-1] if runlog.validations else None
+    if last is not None and runlog.metrics:
+        metric = runlog.metrics[0]
+        value = last.metrics.get(metric.name)
+        shown.append((metric.label, _number(value), f"after step {last.step + 1}"))
     if whole.bytes_dense:
         shown.append(("bytes, the whole run", _ratio(whole), f"{_sizes(whole)}, {whose}"))
         if sparse.bytes_dense:
@@ -135,6 +141,10 @@ def _key_figures(runlog: RunLog) -> list[tuple[str, str, str]]:
     shown.append(("steps skipped", str(skipped), "for a NaN or Inf"))
     shown.append(("warnings", str(len(_warnings(runlog))), "except for skipped steps"))
     return shown
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _time(runlog: RunLog) -> tuple[str, str, str]:

@@ -16,10 +16,12 @@ from oktopk.runlog.schema import (
     EndRecord,
     EpochRecord,
     KnownConfig,
+    MetricInfo,
     Record,
     RunRecord,
     StepRecord,
     UnknownRecord,
+    ValidationRecord,
 )
 from oktopk.utils.files import FileError, convert, parse_toml, read_text
 from oktopk.utils.units import list_some
@@ -61,9 +63,19 @@ class RunLog:
         return self.of(EpochRecord)
 
     @property
-    def validated(self) -> list[EpochRecord]:
-        """The epochs that have error rates."""
-        return [epoch for epoch in self.epochs if epoch.wer is not None]
+    def validations(self) -> list[ValidationRecord]:
+        return self.of(ValidationRecord)
+
+    @property
+    def metrics(self) -> list[MetricInfo]:
+        """The metrics of the task, the most important first.
+
+        A run of another program may not say which it has: then those that it recorded.
+        """
+        if self.info.task is not None:
+            return self.info.task.metrics
+        names = dict.fromkeys(name for record in self.validations for name in record.metrics)
+        return [MetricInfo(name, name) for name in names]
 
     @property
     def info(self) -> RunRecord:

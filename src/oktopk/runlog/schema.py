@@ -90,13 +90,6 @@ def step_record(
     return StepRecord(epoch=epoch, loss=loss, lr=lr, **fields)
 
 
-class Sample(msgspec.Struct, frozen=True):
-    """An utterance of the test set: its transcript, and what the model recognized."""
-
-    said: Text
-    heard: Text
-
-
 class RankMemory(msgspec.Struct, frozen=True):
     """Bytes of memory that one rank uses, or used at its peak."""
 
@@ -108,7 +101,7 @@ class RankMemory(msgspec.Struct, frozen=True):
 
 
 class EpochRecord(msgspec.Struct, kw_only=True, tag_field="kind", tag="epoch"):
-    """One finished epoch. The fields from `val_loss` to `samples` are None without validation."""
+    """One finished epoch."""
 
     epoch: Count
     step: Count
@@ -119,14 +112,47 @@ class EpochRecord(msgspec.Struct, kw_only=True, tag_field="kind", tag="epoch"):
     """Mean seconds of each part of a step."""
 
     complete: bool | None = None
-    val_loss: Number = None
-    wer: Number = None
-    cer: Number = None
-    mean_utterance_wer: Number = None
-    pseudo_accuracy: Number = None
-    utterances: Count | None = None
-    samples: list[Sample] | None = None
     memory: list[RankMemory] | None = None
+
+
+class ValidationRecord(msgspec.Struct, kw_only=True, tag_field="kind", tag="validation"):
+    """The metrics on the test examples after a step."""
+
+    epoch: Count | None = None
+    step: Count
+    """The last finished step."""
+
+    metrics: dict[Text, Number]
+    examples: Count | None = None
+    samples: list[dict[Text, Text]] | None = None
+    """A few results as text; the keys are the names of columns."""
+
+    seconds: Seconds = None
+    """Training time up to this step, without validation."""
+
+
+class MetricInfo(msgspec.Struct, frozen=True):
+    """A metric of the task."""
+
+    name: Text
+    label: Text
+    higher_is_better: bool = False
+    shown: bool = True
+    """Whether tables have a column for it."""
+
+
+class TaskInfo(msgspec.Struct, frozen=True):
+    """What was trained."""
+
+    name: Text
+    metrics: list[MetricInfo]
+    """The most important first."""
+
+    unit: Text = "examples"
+    train: Count | None = None
+    """Examples to train on."""
+
+    test: Count | None = None
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
@@ -168,7 +194,13 @@ class RunRecord(msgspec.Struct, kw_only=True, tag_field="kind", tag="run"):
     changed: dict[str, list[Any]] | None = None
     """Settings that were changed on resume: the old and the new value."""
 
-    utterances: dict[str, Any] | None = None
+    task: TaskInfo | None = None
+    target: Text | None = None
+    """The metric that ends the run, as a text; None without one."""
+
+    network: Text | None = None
+    """The network that the workers run in: a rate, or what the machine has."""
+
     tensors: dict[str, TensorInfo] | None = None
     versions: dict[str, Any] | None = None
     machine: dict[str, Any] | None = None
@@ -280,6 +312,7 @@ class UnknownRecord(msgspec.Struct, frozen=True):
 Record = (
     StepRecord
     | EpochRecord
+    | ValidationRecord
     | RunRecord
     | EndRecord
     | WarningRecord
@@ -293,6 +326,7 @@ Record = (
 RECORD_TYPES: dict[str, type[Record]] = {
     "step": StepRecord,
     "epoch": EpochRecord,
+    "validation": ValidationRecord,
     "run": RunRecord,
     "end": EndRecord,
     "warning": WarningRecord,

@@ -9,15 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from oktopk.compare.plan import refuse_comparison, refuse_run
-from oktopk.compare.results import METRICS
 from oktopk.runlog.run_directory import lock
 from oktopk.sweep.loop import sweep
 from oktopk.sweep.plan import Plan, store_or_compare
 from oktopk.sweep.space import SEARCHED, add_ranges, parse
-from oktopk.train.config import DEFAULT, FIELDS, load
+from oktopk.train.config import specs
 from oktopk.train.flags import add_flags as add_train_flags
-from oktopk.train.flags import with_flags
+from oktopk.train.flags import load_with_flags, task_of
+from oktopk.train.preflight import check_before_start
 from oktopk.train.run_process import exit_code_of
+from oktopk.train.tasks.registry import find_metric
 from oktopk.utils.signals import raise_on_signals
 
 NAME = "sweep"
@@ -25,7 +26,12 @@ TRIALS = 20
 MOST = 1e6
 """The largest budget, in trials or minutes; a million minutes are two years."""
 OWN = ("config", "trials", "minutes", "metric", "no-prune")
-KNOWN = [f"--{name.replace('_', '-')}" for name in (*FIELDS, *OWN)]
+
+
+def known_flags() -> list[str]:
+    """The flags of the command, for a hint at a mistyped one."""
+    names = (*specs(task_of(sys.argv[1:])), *OWN)
+    return [f"--{name.replace('_', '-')}" for name in names]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -38,13 +44,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="of this call; the next call continues a trial that was interrupted",
     )
-    parser.add_argument("--metric", default="wer", choices=list(METRICS), help="lower is better")
+    parser.add_argument("--metric", help="what to optimize (default: the task's first)")
     parser.add_argument(
         "--no-prune", action="store_true", help="do not end unpromising trials early"
     )
-    parser.add_argument("--config", help=f"as for oktopk train (default: {DEFAULT})")
+    parser.add_argument("--config", help="as for oktopk train")
     add_ranges(parser)
-    add_train_flags(parser, without=("name", "keep", *SEARCHED))
+    add_train_flags(parser, task_of(sys.argv[1:]), without=("name", "keep", *SEARCHED))
     parser.add_argument("--name", default=NAME, help="folder in RUNS, with a folder for each trial")
     parser.add_argument("--keep", type=int, default=1, help="checkpoints of a trial (%(default)s)")
 
@@ -69,10 +75,11 @@ def resolve(args: argparse.Namespace) -> Plan:
     """The ranges to search, and the config for everything else."""
     given = {name: getattr(args, name) for name in SEARCHED}
     rest = argparse.Namespace(**{k: v for k, v in vars(args).items() if k not in SEARCHED})
-    base = with_flags(load(args.config or DEFAULT), rest)
-    base, space = parse(base, given)
+    base, space = parse(load_with_flags(rest), given)
+    check_before_start("oktopk sweep", base)
     runs = str(Path(base.runs) / base.name)
-    return Plan(args.config or DEFAULT, replace(base, runs=runs), space, args.metric)
+    metric = find_metric(base.task, args.metric)
+    return Plan(args.config or "", replace(base, runs=runs), space, metric)
 
 
 def budget(args: argparse.Namespace) -> tuple[int, float]:

@@ -8,7 +8,6 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from oktopk.compare.results import METRICS
 from oktopk.report.texttable import markdown
 from oktopk.sweep.page import write_report
 from oktopk.sweep.plan import Plan
@@ -50,7 +49,7 @@ def sweep(plan: Plan, number: int, deadline: float, prune: bool) -> int:
     Returns the exit code: 0 if any trial has finished.
     """
     failures = 0
-    with opened(plan.folder, plan.base.seed) as study:
+    with opened(plan.folder, plan.base.seed, plan.metric.higher_is_better) as study:
         begin(study, plan.base, plan.space)
         found, line = write_tables(plan, study)
         while len(_done(study)) < number and time.monotonic() < deadline:
@@ -65,7 +64,7 @@ def sweep(plan: Plan, number: int, deadline: float, prune: bool) -> int:
                 print_line(f"{MAX_FAILURES} trials failed one after the other: the sweep ends here")
                 break
         _close(plan, found, line, len(_done(study)), len(trials(study)))
-        return 0 if best(found) else 1
+        return 0 if best(found, plan.metric) else 1
 
 
 def _done(study: Study) -> list[str]:
@@ -85,10 +84,10 @@ def attempt(
     print_line(f"{place}: {shown}")
 
     def report(step: int, value: float) -> bool:
-        trial.report(value, step)
+        trial.report(value, step)  # in the study's direction, that of the metric
         return prune and trial.should_prune()
 
-    outcome = run_trial(config, plan.config, plan.metric, report, deadline)
+    outcome = run_trial(config, plan.config, plan.metric.name, report, deadline)
     if outcome.state is not None:
         tell(study, trial, outcome.state, outcome.value)
     print_line(f"{place}: {_result(plan, outcome)}")
@@ -99,7 +98,7 @@ def attempt(
 
 def _result(plan: Plan, outcome: Outcome) -> str:
     texts = {
-        "COMPLETE": f"finished, {METRICS[plan.metric]} {outcome.value or 0:.3f}",
+        "COMPLETE": f"finished, {plan.metric.label} {outcome.value or 0:.3f}",
         "PRUNED": "ended early: worse than the median of the others at the same step",
         "FAIL": f"failed: {outcome.text}",
         None: "the time is up; it was saved, and the same command continues it",
@@ -112,13 +111,13 @@ def write_tables(plan: Plan, study: Study) -> tuple[list[Result], str]:
     found = results(plan.folder, plan.metric, trials(study))
     if not found:
         return [], ""
-    first = best(found)
+    first = best(found, plan.metric)
     line = ""
     if first:
         final = plan.of(first.values, f"{plan.folder.name}-best")
-        own = {"runs": str(plan.folder.parent), "keep": load(plan.config).keep}
+        own = {"runs": str(plan.folder.parent), "keep": load(plan.config, plan.base.task).keep}
         line = command_line(replace(final, **own), plan.config)
-    order = ranked(found)
+    order = ranked(found, plan.metric)
     write_atomically(plan.folder / "table.md", markdown(as_table(order, plan.metric)))
     write_atomically(plan.folder / "table.json", json.dumps(as_plain(order), indent=1) + "\n")
     path = plan.folder / "sweep.html"
@@ -130,7 +129,7 @@ def _close(plan: Plan, found: list[Result], line: str, done: int, begun: int) ->
     if not found:
         print_line("no trial has begun: raise --minutes or --trials")
         return
-    print_line(f"\n{markdown(as_table(ranked(found)[:SHOWN], plan.metric))}")
+    print_line(f"\n{markdown(as_table(ranked(found, plan.metric)[:SHOWN], plan.metric))}")
     print_line(
         f"{done} trials, {begun - done} half-way; {plan.folder}: table.md, table.json, sweep.html"
     )

@@ -7,7 +7,6 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from oktopk.compare.results import METRICS
 from oktopk.report.curves import LOG
 from oktopk.report.page import (
     Figure,
@@ -19,6 +18,7 @@ from oktopk.report.page import (
 )
 from oktopk.sweep.results import Result, as_table, ranked
 from oktopk.sweep.space import Range
+from oktopk.train.tasks.base import Metric
 
 AXIS_LIMIT = 3.0
 """Axes and colours end at this multiple of the first quartile of the metric, because a trial that
@@ -38,45 +38,45 @@ def importance(shares: dict[str, float]) -> list[Figure]:
     return [Figure("What mattered", [bars], note, {"xaxis": {"tickformat": "~%"}})]
 
 
-def history(found: list[Result], metric: str) -> list[Figure]:
+def history(found: list[Result], metric: Metric) -> list[Figure]:
     """The metric of every trial in order, and the best so far."""
     traces = _by_state([(i, result) for i, result in enumerate(found)])
     done = [(i, r.metric) for i, r in enumerate(found) if r.state == "finished"]
     known = [(i, value) for i, value in done if value is not None]
     if known:
-        lowest = accumulate((value for _, value in known), min)
+        lowest = accumulate((value for _, value in known), max if metric.higher_is_better else min)
         line = {"shape": "hv", "color": "#2a9d6f"}
         best = {"type": "scatter", "mode": "lines", "name": "best so far", "line": line}
         traces.append(best | {"x": [i for i, _ in known], "y": rounded(lowest)})
     return _figure("Trials in order", traces, found, "trial", metric)
 
 
-def slices(found: list[Result], space: dict[str, Range], metric: str) -> list[Figure]:
+def slices(found: list[Result], space: dict[str, Range], metric: Metric) -> list[Figure]:
     """The metric against each setting alone."""
     figures = []
     for name, one in space.items():
         traces = _by_state([(result.values.get(name), result) for result in found])
         scale = LOG if one.by_ratio else {"type": "linear"}
-        title = f"{METRICS[metric]} against {name}"
+        title = f"{metric.label} against {name}"
         figures += _figure(title, traces, found, name, metric, **scale)
     return figures
 
 
-def parallel(found: list[Result], space: dict[str, Range], metric: str) -> list[Figure]:
+def parallel(found: list[Result], space: dict[str, Range], metric: Metric) -> list[Figure]:
     """Parallel coordinates: every trial is a line through its settings and its metric."""
-    known = [(r, r.metric) for r in ranked(found) if r.metric is not None]
+    known = [(r, r.metric) for r in ranked(found, metric) if r.metric is not None]
     if len(known) < 2:
         return []
     low, high = min(value for _, value in known), _top(found)
     names = [f"{name}<br>{one.low:g} to {one.high:g}" for name, one in space.items()]
-    names.append(f"{METRICS[metric]}<br>{low:.3g} to {high:.3g}")
+    names.append(f"{metric.label}<br>{low:.3g} to {high:.3g}")
     traces = []
     for result, value in reversed(known):  # the best is drawn last, above the others
         share = _share(min(value, high), low, high)
         y = [_position(one, result.values[name]) for name, one in space.items()]
         settings = [f"{name} {result.values[name]:g}" for name in space]
         text = "<br>".join([f"{result.trial}, {result.state}", *settings])
-        text += f"<br>{METRICS[metric]} {value:.3f}"
+        text += f"<br>{metric.label} {value:.3f}"
         line = {"color": _between(share), "width": 3 - 2 * share}
         trace = {"type": "scatter", "mode": "lines+markers", "name": result.trial, "line": line}
         trace |= {"x": list(range(len(names))), "y": rounded([*y, share])}
@@ -106,11 +106,11 @@ def _between(share: float) -> str:
     return f"rgb({','.join(map(str, mixed))})"
 
 
-def cost(found: list[Result], metric: str) -> list[Figure]:
+def cost(found: list[Result], metric: Metric) -> list[Figure]:
     """The metric of finished trials against the bytes that they sent."""
     finished = [result for result in found if result.state == "finished"]
     traces = _by_state([(result.bytes_sent, result) for result in finished])
-    title = f"{METRICS[metric]} against bytes"
+    title = f"{metric.label} against bytes"
     axis = {"exponentformat": "SI"}
     return _figure(title, traces, finished, "bytes sent by all workers", metric, **axis)
 
@@ -130,7 +130,12 @@ def _by_state(placed: list[tuple[Any, Result]]) -> list[dict[str, Any]]:
 
 
 def _figure(
-    title: str, traces: list[dict[str, Any]], found: list[Result], x: str, metric: str, **axis: Any
+    title: str,
+    traces: list[dict[str, Any]],
+    found: list[Result],
+    x: str,
+    metric: Metric,
+    **axis: Any,
 ) -> list[Figure]:
     """A figure of the metric over `x`; empty if no trial has a metric."""
     if not traces:
@@ -138,7 +143,7 @@ def _figure(
     values = [result.metric for result in found if result.metric is not None]
     low, high = min(values), _top(found)
     layout: dict[str, Any] = {"hovermode": "closest", "xaxis": {"title": {"text": x}} | axis}
-    y: dict[str, Any] = {"title": {"text": METRICS[metric]}}
+    y: dict[str, Any] = {"title": {"text": metric.label}}
     layout["yaxis"] = y
     above = sum(value > high for value in values)
     if not above:
@@ -160,12 +165,12 @@ def write_report(
     path: Path,
     found: list[Result],
     space: dict[str, Range],
-    metric: str,
+    metric: Metric,
     shares: dict[str, float],
     line: str,
 ) -> None:
     """Write the page; `line` is the command that trains with the best settings."""
-    cells = as_table(ranked(found), metric)
+    cells = as_table(ranked(found, metric), metric)
     few = "" if shares else paragraph("Too few trials have finished to say what mattered.")
     sections = [
         Section("Trials, best first", [table(cells[0], cells[1:]), few]),

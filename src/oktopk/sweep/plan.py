@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import msgspec
 from oktopk.compare.plan import SWEEP
 from oktopk.errors import RunError
 from oktopk.sweep.space import Range
-from oktopk.train.config import Config
+from oktopk.train.config import Config, as_dict
 from oktopk.train.run_process import IRRELEVANT_SETTINGS
+from oktopk.train.tasks.base import Metric
 from oktopk.utils.files import read_json, write_atomically
 
 
@@ -32,7 +33,7 @@ class Plan:
     config: str
     base: Config
     space: dict[str, Range]
-    metric: str
+    metric: Metric
 
     @property
     def folder(self) -> Path:
@@ -46,8 +47,8 @@ class Plan:
 def store_or_compare(plan: Plan) -> None:
     """Store the plan; if there is one already, raise unless it is the same."""
     path = plan.folder / SWEEP
-    own = {name: v for name, v in asdict(plan.base).items() if name not in IRRELEVANT_SETTINGS}
-    now = StoredPlan(plan.metric, plan.space, own)
+    own = {name: v for name, v in as_dict(plan.base).items() if name not in IRRELEVANT_SETTINGS}
+    now = StoredPlan(plan.metric.name, plan.space, own)
     if not path.exists():
         write_atomically(path, json.dumps(msgspec.to_builtins(now), indent=1) + "\n")
         return

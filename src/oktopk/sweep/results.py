@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oktopk.compare.results import METRICS, row
+from oktopk.compare.results import row
 from oktopk.runlog.reader import read_runlog
 from oktopk.sweep.study import values
+from oktopk.train.tasks.base import Metric
 from oktopk.utils.units import format_bytes
 
 if TYPE_CHECKING:
@@ -34,16 +35,16 @@ class Result:
     minutes: float
 
 
-def results(folder: Path, metric: str, trials: dict[str, FrozenTrial]) -> list[Result]:
+def results(folder: Path, metric: Metric, trials: dict[str, FrozenTrial]) -> list[Result]:
     """All trials in the order they began."""
     found = []
     for name, trial in sorted(trials.items()):
-        run = row(read_runlog(folder / name), metric, None)
+        run = row(read_runlog(folder / name))
         found.append(
             Result(
                 trial=name,
                 state=STATES.get(trial.state.name, "half-way"),
-                metric=getattr(run, metric),
+                metric=run.metrics.get(metric.name),
                 values=values(trial.params),
                 steps=run.steps,
                 bytes_sent=run.bytes_sent,
@@ -54,26 +55,27 @@ def results(folder: Path, metric: str, trials: dict[str, FrozenTrial]) -> list[R
     return found
 
 
-def ranked(found: Iterable[Result]) -> list[Result]:
-    """Finished trials by their metric, then the others."""
-    return sorted(found, key=_rank)
+def ranked(found: Iterable[Result], metric: Metric) -> list[Result]:
+    """Finished trials by their metric, the best first, then the others."""
+    sign = -1.0 if metric.higher_is_better else 1.0
+
+    def rank(result: Result) -> tuple[bool, float]:
+        value = float("inf") if result.metric is None else sign * result.metric
+        return result.state != "finished", value
+
+    return sorted(found, key=rank)
 
 
-def _rank(result: Result) -> tuple[bool, float]:
-    unknown = float("inf")
-    return result.state != "finished", unknown if result.metric is None else result.metric
-
-
-def best(found: Iterable[Result]) -> Result | None:
-    """The finished trial with the lowest metric; None when none has finished."""
-    first = next(iter(ranked(found)), None)
+def best(found: Iterable[Result], metric: Metric) -> Result | None:
+    """The finished trial with the best metric; None when none has finished."""
+    first = next(iter(ranked(found, metric)), None)
     return first if first is not None and first.state == "finished" else None
 
 
-def as_table(found: list[Result], metric: str) -> list[list[str]]:
+def as_table(found: list[Result], metric: Metric) -> list[list[str]]:
     """Headings and cells."""
     names = list(dict.fromkeys(name for result in found for name in result.values))
-    head = ["trial", "state", METRICS[metric], *names, "steps", "sent", "ratio", "minutes"]
+    head = ["trial", "state", metric.label, *names, "steps", "sent", "ratio", "minutes"]
     return [head, *(_cells(result, names) for result in found)]
 
 

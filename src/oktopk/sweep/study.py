@@ -33,7 +33,7 @@ DIGITS = 4
 
 
 @contextmanager
-def opened(folder: Path, seed: int) -> Iterator[Study]:
+def opened(folder: Path, seed: int, higher_is_better: bool) -> Iterator[Study]:
     """Create the study in a folder, or open the one that is there."""
     import optuna
 
@@ -45,7 +45,7 @@ def opened(folder: Path, seed: int) -> Iterator[Study]:
             storage=storage,
             study_name="sweep",
             load_if_exists=True,
-            direction="minimize",
+            direction="maximize" if higher_is_better else "minimize",
             pruner=optuna.pruners.MedianPruner(n_startup_trials=STARTUP_TRIALS, n_min_trials=3),
         )
         before = study.get_trials(deepcopy=False)

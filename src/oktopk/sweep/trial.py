@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from oktopk.runlog.reader import read_runlog
 from oktopk.runlog.run_directory import CHECKPOINT_FOLDER
-from oktopk.runlog.schema import EpochRecord, Record
+from oktopk.runlog.schema import Record, ValidationRecord
 from oktopk.sweep.study import COMPLETE, FAILED, PRUNED
 from oktopk.train.config import Config
 from oktopk.train.run_process import directory_of, train_in_process
@@ -38,17 +38,17 @@ class Pruner:
     def should_stop(self, records: list[Record]) -> bool:
         """Whether the trial is not promising, or the time is up."""
         for record in records:
-            if isinstance(record, EpochRecord):
+            if isinstance(record, ValidationRecord):
                 self._take(record)
         return self.pruned or time.monotonic() > self._deadline
 
-    def _take(self, epoch: EpochRecord) -> None:
-        value = getattr(epoch, self._metric)
-        if value is None or epoch.step in self._reported:  # a resumed run writes epochs again
+    def _take(self, record: ValidationRecord) -> None:
+        value = record.metrics.get(self._metric)
+        if value is None or record.step in self._reported:  # a resumed run writes records again
             return
-        self._reported.add(epoch.step)
+        self._reported.add(record.step)
         # the first validation says too little to prune by
-        self.pruned = self._report(epoch.step, value) and len(self._reported) > 1
+        self.pruned = self._report(record.step, value) and len(self._reported) > 1
 
 
 def run_trial(config: Config, base: str, metric: str, report: Report, deadline: float) -> Outcome:
@@ -66,7 +66,7 @@ def run_trial(config: Config, base: str, metric: str, report: Report, deadline: 
             return Outcome(PRUNED)
         if result.exit_code:
             return Outcome(FAILED, text=f"exit code {result.exit_code}")
-    value = getattr(runlog.validated[-1], metric) if runlog.validated else None
+    value = runlog.validations[-1].metrics.get(metric) if runlog.validations else None
     if value is None:
         return Outcome(FAILED, text=f"the run ended without a {metric}")
     return Outcome(COMPLETE, value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +11,7 @@ from oktopk.comm.communicator import Comm
 from oktopk.comm.consistency import check_consistency
 from oktopk.comm.replica_check import check_replicas
 from oktopk.errors import OthersError, ReplicaError, RunError
-from oktopk.train.config import Config
+from oktopk.train.config import Config, as_dict
 
 T = TypeVar("T")
 PER_RANK_SETTINGS = ("runs", "data", "cache", "workers")
@@ -21,18 +20,18 @@ PER_RANK_SETTINGS = ("runs", "data", "cache", "workers")
 
 def shared_settings(config: Config, resume: bool) -> dict[str, Any]:
     """The settings that must be the same on every rank."""
-    shared = {n: v for n, v in asdict(config).items() if n not in PER_RANK_SETTINGS}
+    shared = {n: v for n, v in as_dict(config).items() if n not in PER_RANK_SETTINGS}
     return {"command": "train", "resume": resume} | shared
 
 
 def check_same_data(comm: Comm, device: torch.device, folder: str, fingerprint: str) -> None:
-    """Raise on every rank if one has different recordings. Their paths may differ."""
+    """Raise on every rank if one has different data. Their paths may differ."""
     try:
         check_consistency(comm, device, {"the fingerprint of the data": fingerprint})
     except ValueError as error:
         raise RunError(
-            f"the ranks have different recordings ({error}); this rank reads {folder}: give all "
-            "ranks copies of the same folder with --data"
+            f"the ranks have different data ({error}); this rank reads {folder}: give all ranks "
+            "copies of the same data with --data"
         ) from error
 
 

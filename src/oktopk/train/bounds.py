@@ -13,26 +13,23 @@ from oktopk.utils.flags import MOST_SECONDS, MOST_WORKERS
 
 MANY = 10**8 - 1
 MANY_STEPS = "checkpoints number their steps with 8 digits"
-MANY_UTTERANCES = "more utterances than fit a step"
+MANY_EXAMPLES = "more examples than fit a step"
 
 RANGES: dict[str, tuple[float, float, str]] = {
     "workers": (1, MOST_WORKERS, "more processes than one machine runs"),
     "seed": (0, 2**63 - 1, "seeds have 63 bits"),
     "timeout": (1.0, MOST_SECONDS, "more than a week"),
-    "spoken_train": (1, 10**6, "more than a disk holds"),
-    "spoken_test": (1, 10**6, "more than a disk holds"),
-    "hidden": (1, 16_384, "wider than memory allows"),
-    "layers": (1, 128, "deeper than memory allows"),
-    "channels": (1, 1024, "more than memory allows"),
     "epochs": (1, 10**6, "more epochs than any run takes"),
     "max_steps": (0, MANY, MANY_STEPS),
-    "batch": (1, 65_536, MANY_UTTERANCES),
-    "accumulate": (1, 65_536, MANY_UTTERANCES),
+    "max_minutes": (0.0, 1e6, "two years"),
+    "batch": (1, 65_536, MANY_EXAMPLES),
+    "accumulate": (1, 65_536, MANY_EXAMPLES),
     "lr": (0.0, 1000.0, "weights would overflow in a few steps"),
     "lr_decay": (1.0, 10.0, "the learning rate would be 0 after a few epochs"),
     "lr_warmup": (0, MANY, MANY_STEPS),
     "lr_final": (0.0, 1.0, "it is a fraction"),
     "momentum": (0.0, 1.0, "gradients would add up without end"),
+    "beta2": (0.0, 1.0, "moments would never change"),
     "weight_decay": (0.0, 1000.0, "weights would overflow in a few steps"),
     "clip_before": (0.0, 1e30, "0 switches clipping off"),
     "clip_after": (0.0, 1e30, "0 switches clipping off"),
@@ -42,8 +39,8 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "exact_every": (1, MANY, MANY_STEPS),
     "bounds_every": (1, MANY, MANY_STEPS),
     "validate_every": (1, 10**6, "more epochs than any run takes"),
-    "validate_batch": (1, 65_536, MANY_UTTERANCES),
-    "beam": (0, 10_000, "a beam that wide takes hours for each utterance"),
+    "validate_steps": (0, MANY, MANY_STEPS),
+    "validate_batch": (1, 65_536, MANY_EXAMPLES),
     "samples": (0, 10_000, "more than anybody reads"),
     "log_every": (1, MANY, MANY_STEPS),
     "probe_every": (0, MANY, MANY_STEPS),
@@ -51,8 +48,6 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "checkpoint_every": (0, MANY, MANY_STEPS),
     "keep": (1, 10_000, "more than a disk holds"),
 }
-MOST_WEIGHTS = 2**31
-"""Most weights of the LSTM layers: indices of gradient entries are 32-bit integers."""
 SMALLEST_RATE = 1e-300
 """Smallest factor that lr_decay may reach in the last epoch."""
 LONGEST_NAME = 100

@@ -7,22 +7,19 @@ import sys
 from pathlib import Path
 
 from oktopk.errors import RunError
+from oktopk.launch import network
 from oktopk.launch.local_workers import num_workers_to_start, run_local_workers
 from oktopk.launch.rank_environment import SINGLE_RANK, read_rank_environment
 from oktopk.runlog.run_directory import (
     CONFIG_FILE,
-    check_writable,
     latest_number,
     latest_resumable,
     run_directory,
 )
-from oktopk.train.config import DEFAULT, Config, load, load_run
-from oktopk.train.data.manifest import find_manifests
-from oktopk.train.flags import given, with_flags
+from oktopk.train.config import Config, load_run
+from oktopk.train.flags import given, load_with_flags, with_flags
+from oktopk.train.preflight import check_before_start
 from oktopk.train.run import RESUME_ADVICE, ReportWriter, run_worker
-from oktopk.train.setup import synthetic_corpus
-from oktopk.utils.extras import require
-from oktopk.utils.files import FileError
 
 EXPECTED_EXIT_CODES = (2, 130, 143)
 """Wrong arguments, SIGINT and SIGTERM: the user knows why the run ended."""
@@ -36,14 +33,21 @@ def command(args: argparse.Namespace, argv: list[str], write_report: ReportWrite
         sys.stderr.write(f"oktopk train: {error}\n")
         return 2
     env = read_rank_environment()
+    if config.network and env is not None and env.world_size > 1 and not network.inside():
+        sys.stderr.write(
+            f"oktopk train: --network {config.network} is for workers on one machine that this "
+            f"command starts, and this is {env}: leave it out\n"
+        )
+        return 2
     workers = num_workers_to_start(env, getattr(args, "workers", None), config.workers)
     try:
         if workers or env is None:  # ranks of a launcher must not fail one by one
-            check_before_start(config)
+            check_before_start("oktopk train", config)
         if workers:
             return run_workers(workers, argv, config, args.resume)
-        return run_worker(config, env or SINGLE_RANK, args.resume, given(args), write_report)
-    except (RunError, FileError, OSError) as error:
+        by_flag = given(args, config.task)
+        return run_worker(config, env or SINGLE_RANK, args.resume, by_flag, write_report)
+    except (RunError, ValueError, OSError) as error:
         sys.stderr.write(f"oktopk train: {error}\n")
         return 1
 
@@ -53,30 +57,30 @@ def resolve(args: argparse.Namespace) -> Config:
 
     So the same command with --resume both starts a run and continues it.
     """
-    config = with_flags(load(args.config or DEFAULT), args)
+    config = load_with_flags(args)
     if args.resume:
         runs = Path(config.runs)
         number = latest_resumable(runs, config.name) or latest_number(runs, config.name)
         own = run_directory(runs, config.name, number) / CONFIG_FILE
         if own.exists():
-            return with_flags(load_run(own), args)
+            stored = load_run(own)
+            if stored.task != config.task:
+                raise ValueError(
+                    f"{own.parent} is a run of the task {stored.task}: add --task {stored.task}, "
+                    "or give another --name"
+                )
+            return with_flags(stored, args)
     return config
-
-
-def check_before_start(config: Config) -> None:
-    """Check what does not need other ranks: the runs folder, the manifests, the synthesizer."""
-    check_writable(Path(config.runs))
-    if config.data:
-        find_manifests(config.data)
-    elif not synthetic_corpus(config).exists():
-        require("oktopk train without --data", "espeakng_loader")
 
 
 def run_workers(workers: int, argv: list[str], config: Config, resume: bool) -> int:
     """Start local workers and wait for them. Advise --resume if the failed run can be resumed."""
     runs = Path(config.runs)
     before = latest_number(runs, config.name)
-    code = run_local_workers(workers, argv)
+    if config.network:
+        code = network.run_workers_in_network(workers, argv, config.network)
+    else:
+        code = run_local_workers(workers, argv)
     failed = code and code not in EXPECTED_EXIT_CODES
     if failed and not resume and latest_resumable(runs, config.name) > before:
         sys.stderr.write(f"oktopk train: {RESUME_ADVICE}\n")

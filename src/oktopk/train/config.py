@@ -1,43 +1,43 @@
 """`Config`: every setting of a run, from a TOML file and flags.
 
 The defaults are the settings of the original code for lstman4; a file in `configs/` holds only what
-it changes. Every field is also a flag. An unknown name is refused with a hint at the nearest one.
+it changes. A task adds settings of its own (`Config.options`), which stand beside the others in
+files and flags. Every field is also a flag. An unknown name is refused with a hint at the nearest
+one.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
+from oktopk.launch.network import check_network
 from oktopk.methods import METHODS
 from oktopk.optim.presets import FIELDS as PRESET_FIELDS
 from oktopk.settings import Scope
-from oktopk.train.bounds import (
-    LONGEST_NAME,
-    MOST_WEIGHTS,
-    RANGES,
-    SMALLEST_RATE,
-    check_type,
-    shown,
-)
+from oktopk.train.bounds import LONGEST_NAME, RANGES, SMALLEST_RATE, check_type, shown
+from oktopk.train.option import check_bounds, check_types, option, specs_of
 from oktopk.train.preset_options import EXAMPLE, FOR_ADAM, parse_overrides
-from oktopk.utils.files import (
-    file_error,
-    is_file,
-    parse_toml,
-    read_text,
+from oktopk.train.tasks.base import TaskOptions
+from oktopk.train.tasks.registry import (
+    DEFAULT_TASK,
+    TASKS,
+    default_config,
+    options_type,
+    task_type,
 )
+from oktopk.train.tasks.speech.options import SpeechOptions
+from oktopk.utils.files import file_error, is_file, parse_toml, read_text
+from oktopk.utils.flags import did_you_mean
 from oktopk.utils.units import list_some
 from oktopk.wire.codec import CodecName
 
 SHIPPED = Path(__file__).parent / "configs"
-DEFAULT = "quickstart"
 MOST_BYTES = 2**20
 """Largest size of a config file."""
 
@@ -53,51 +53,52 @@ RENAMED = {
 AS_IT_WAS = "resume with the version that started the run, or start another with --name"
 
 
-def option(default: Any, text: str, *choices: str) -> Any:
-    """A field with the help text of its flag."""
-    return field(default=default, metadata={"help": text, "choices": choices or None})
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """The settings of one run. They are checked when it is made; an error names the field."""
 
-    name: str = option("run", "name of the run; its folder is RUNS/NAME")
-    runs: str = option("runs", "where run folders are made")
+    task: str = option(
+        DEFAULT_TASK,
+        f"what to train: {', '.join(TASKS)}, or a Python file with a task",
+        fixed=True,
+    )
+    name: str = option("run", "name of the run; its folder is RUNS/NAME", harmless=True)
+    runs: str = option("runs", "where run folders are made", harmless=True)
     workers: int = option(
         8, "processes to start on this machine; a launcher's number takes precedence"
     )
+    network: str = option(
+        "", "run the workers in a network of this rate, as in 100mbit or 50mbit:20ms; empty: as is"
+    )
     seed: int = option(0, "seed of weights, order of batches and augmentation")
-    timeout: float = option(300.0, "seconds a rank waits for the others before it gives up")
-
-    data: str = option("", "folder with manifests (oktopk data); empty: a synthesized corpus")
-    cache: str = option("", "where spectrograms are cached; empty: beside the manifests")
-    augment: bool = option(True, "vary tempo and gain of the training audio")
-    spoken_train: int = option(948, "training utterances of a synthesized corpus")
-    spoken_test: int = option(130, "test utterances of a synthesized corpus")
-
-    hidden: int = option(800, "width of the LSTM layers")
-    layers: int = option(5, "LSTM layers")
-    bidirectional: bool = option(False, "LSTMs in both directions, instead of a lookahead layer")
-    channels: int = option(32, "channels of the convolutions")
+    timeout: float = option(
+        300.0, "seconds a rank waits for the others before it gives up", harmless=True
+    )
 
     epochs: int = option(10, "passes over the training data")
     max_steps: int = option(0, "end the run after this many steps; 0: no limit")
-    batch: int = option(8, "utterances per worker and backward pass")
+    max_minutes: float = option(
+        0.0, "end the run after this many minutes of training, without validation; 0: no limit"
+    )
+    until: str = option("", "end the run when a metric is reached, as in 'wer<0.3'; empty: never")
+    batch: int = option(8, "examples per worker and backward pass")
     accumulate: int = option(1, "backward passes per step; their gradients are averaged")
-    optimizer: str = option("sgd", "the optimizer", "sgd", "adamw")
+    optimizer: str = option("sgd", "the optimizer", "sgd", "adamw", fixed=True)
     lr: float = option(0.01, "learning rate of the first epoch")
     lr_decay: float = option(1.01, "the learning rate of epoch e is lr / lr_decay^e")
     lr_warmup: int = option(0, "steps over which the learning rate rises linearly to lr")
     lr_final: float = option(1.0, "fraction of lr that a cosine schedule ends at")
     momentum: float = option(0.9, "momentum of SGD")
+    beta2: float = option(0.999, "second beta of AdamW")
     weight_decay: float = option(1e-4, "weight decay of either optimizer")
     clip_before: float = option(
         0.0, "norm to which each worker clips its gradient before the exchange; 0: off"
     )
     clip_after: float = option(400.0, "norm to which the averaged gradient is clipped; 0: off")
 
-    method: str = option("oktopk", "how gradients are exchanged", *METHODS, "auto")
+    method: str = option(
+        "oktopk", "how the workers exchange what they learn", *METHODS, "auto", fixed=True
+    )
     density: float = option(0.02, "fraction of the gradient that is kept")
     wire: str = option("bf16", "how entries are encoded", *get_args(CodecName))
     warmup_steps: int = option(128, "dense steps before the sparse phase")
@@ -115,47 +116,49 @@ class Config:
     validate_every: int = option(
         5, "epochs between validations; the first and last are always validated"
     )
-    validate_batch: int = option(16, "utterances per validation batch")
-    beam: int = option(0, "width of the beam search; 0: greedy decoding")
-    samples: int = option(4, "decoded utterances to show")
+    validate_steps: int = option(0, "steps between further validations; 0: none")
+    validate_batch: int = option(16, "examples per validation batch")
+    samples: int = option(4, "validation results to show as text", harmless=True)
 
-    log_every: int = option(10, "steps between writes of the metrics, and between lines of output")
-    probe_every: int = option(0, "steps between probes of the selection quality; 0: none")
-    histogram_every: int = option(
-        0, "steps between histograms; 0: at the start of the sparse phase and per epoch"
+    log_every: int = option(
+        10, "steps between writes of the metrics, and between lines of output", harmless=True
     )
-    checkpoint_every: int = option(0, "steps between checkpoints; 0: after each epoch")
-    keep: int = option(2, "checkpoints to keep")
+    probe_every: int = option(
+        0, "steps between probes of the selection quality; 0: none", harmless=True
+    )
+    histogram_every: int = option(
+        0,
+        "steps between histograms; 0: at the start of the sparse phase and per epoch",
+        harmless=True,
+    )
+    checkpoint_every: int = option(
+        0, "steps between checkpoints; 0: after each epoch", harmless=True
+    )
+    keep: int = option(2, "checkpoints to keep", harmless=True)
+
+    options: TaskOptions = field(default_factory=SpeechOptions)
+    """The settings of the task."""
 
     def __post_init__(self) -> None:
-        for spec in fields(self):
-            value = getattr(self, spec.name)
-            check_type(spec.name, value, type(spec.default))
-            choices = spec.metadata["choices"]
-            if choices and value not in choices:
-                raise ValueError(
-                    f"{spec.name} must be one of {', '.join(choices)}, got {shown(value)}"
-                )
+        check_types(self)
+        kind = options_type(self.task)
+        if type(self.options) is not kind:
+            raise ValueError(f"task {self.task} needs {kind.__name__}, got {self.options!r}")
         if not re.fullmatch(r"[\w.-]*\w", self.name) or len(self.name.encode()) > LONGEST_NAME:
             raise ValueError(
                 "name must be letters, digits, '.', '_' and '-', at most "
                 f"{LONGEST_NAME} bytes, got {shown(self.name)}"
             )
-        self._check_ranges()
-        self._check_combinations()
-
-    def _check_ranges(self) -> None:
         for name in ("density", "lr_final"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in (0, 1], got {shown(getattr(self, name))}")
         if self.lr <= 0:
             raise ValueError(f"lr must be positive, got {shown(self.lr)}")
-        for name, (least, most, why) in RANGES.items():
-            value = getattr(self, name)
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {shown(value)}")
-            if value > most:
-                raise ValueError(f"{name} must be at most {most:g} ({why}), got {shown(value)}")
+        for name, bounds in RANGES.items():
+            check_bounds(name, getattr(self, name), bounds)
+        if self.network:
+            check_network(self.network)
+        self._check_combinations()
 
     def _check_combinations(self) -> None:
         """Check values that depend on one another."""
@@ -164,12 +167,6 @@ class Config:
                 raise ValueError(
                     f"overrides: {name}={value} is for adamw; optimizer is {self.optimizer}"
                 )
-        weights = 8 * self.hidden**2 * self.layers * (2 if self.bidirectional else 1)
-        if weights > MOST_WEIGHTS:
-            raise ValueError(
-                f"hidden = {self.hidden} and layers = {self.layers} make about {weights:.1e} "
-                f"weights, and at most {MOST_WEIGHTS:.1e} are possible: lower hidden or layers"
-            )
         if (self.epochs - 1) * math.log(self.lr_decay) > -math.log(SMALLEST_RATE):
             raise ValueError(
                 f"lr_decay = {self.lr_decay} over epochs = {self.epochs} makes the learning rate "
@@ -177,14 +174,38 @@ class Config:
             )
 
 
-FIELDS = [spec.name for spec in fields(Config)]
+COMMON = specs_of(Config)
+"""The settings that every task has, by name."""
 
-# Settings that may change on resume without a flag, because the training stays the same. The data
-# is checked by its content.
-HARMLESS = (
-    *("name", "runs", "data", "cache", "timeout", "log_every", "probe_every"),
-    *("histogram_every", "checkpoint_every", "keep", "samples"),
-)
+
+def specs(task: str) -> dict[str, Field[Any]]:
+    """All settings of a run of this task, by name."""
+    return COMMON | specs_of(options_type(task))
+
+
+def as_dict(config: Config) -> dict[str, Any]:
+    """All settings by name, those of the task beside the others."""
+    common = {name: getattr(config, name) for name in COMMON}
+    return common | {name: getattr(config.options, name) for name in specs_of(type(config.options))}
+
+
+def make_config(**values: Any) -> Config:
+    """The config with these settings, those of the task beside the others; others at default."""
+    task = values.get("task", DEFAULT_TASK)
+    check_type("task", task, str)
+    own = {name: value for name, value in values.items() if name not in COMMON}
+    common = {name: value for name, value in values.items() if name in COMMON}
+    return Config(**common, options=options_type(task)(**own))
+
+
+def with_settings(config: Config, **changed: Any) -> Config:
+    """The config with some settings changed; they may be those of the task."""
+    return make_config(**(as_dict(config) | changed))
+
+
+def names_with(config: Config, mark: str) -> list[str]:
+    """The settings of a run that are marked as `fixed` or `harmless`."""
+    return [name for name, spec in specs(config.task).items() if spec.metadata[mark]]
 
 
 def shipped() -> list[str]:
@@ -192,15 +213,39 @@ def shipped() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
 
-def load(name: str) -> Config:
-    """Load a config of the package by name, or a TOML file by path."""
+def load(name: str = "", task: str = "") -> Config:
+    """Load a config of the package by name, or a TOML file by path.
+
+    Without a name it is the default config of the task, or the defaults of a task in a file.
+    """
+    name = name or default_config(task or DEFAULT_TASK)
+    if not name:
+        return _load_defaults(task)
     path = Path(name) if name.endswith(".toml") else SHIPPED / f"{name}.toml"
     if not is_file(path):
         raise ValueError(
             f"no config {shown(name)}: give a file that ends in .toml, or one of "
-            f"{', '.join(shipped())}"
+            f"{', '.join(shipped())}{did_you_mean(name, shipped())}"
         )
-    return parse(read_text(path, MOST_BYTES), path.stem, str(path))
+    config = parse(read_text(path, MOST_BYTES), path.stem, str(path))
+    if task and config.task != task:
+        raise ValueError(f"the config {name} is for the task {config.task}, not for {task}")
+    return config
+
+
+def _load_defaults(task: str) -> Config:
+    """The config of a task in a file: what its class has as `defaults`."""
+    name = re.sub(r"[^\w.-]", "-", Path(task).stem)
+    try:
+        return make_config(**({"task": task, "name": name} | dict(task_type(task).defaults)))
+    except (TypeError, ValueError) as error:
+        raise file_error(task, f"defaults: {error}") from error
+
+
+def task_in(name: str) -> str:
+    """The task that a config file is for, without checking anything else in it."""
+    path = Path(name) if name.endswith(".toml") else SHIPPED / f"{name}.toml"
+    return str(parse_toml(read_text(path, MOST_BYTES), path).get("task", DEFAULT_TASK))
 
 
 def load_run(path: Path) -> Config:
@@ -214,27 +259,32 @@ def parse(text: str, name: str, path: str, whole: bool = False) -> Config:
     With `whole` no field may be missing: the default would train something else.
     """
     values: dict[str, Any] = parse_toml(text, path)
+    task = values.get("task", DEFAULT_TASK)
+    try:
+        known = specs(task if isinstance(task, str) else DEFAULT_TASK)
+    except ValueError as error:
+        raise file_error(path, str(error)) from error
     for key in values:
         if key in RENAMED:
             advice = AS_IT_WAS if whole else "rename it"
             raise file_error(path, f"{key} is now {RENAMED[key]}", advice=advice)
-        if key not in FIELDS:
-            raise file_error(path, f"unknown key {shown(key)}{nearest(key, FIELDS)}")
-    missing = [field for field in FIELDS if field not in values]
+        if key not in known:
+            raise file_error(path, f"unknown key {shown(key)}{nearest(key, known)}")
+    missing = [name for name in known if name not in values]
     if whole and missing:
         raise file_error(
             path,
-            f"{len(missing)} of {len(FIELDS)} settings are missing ({list_some(missing, 3)})",
+            f"{len(missing)} of {len(known)} settings are missing ({list_some(missing, 3)})",
             advice="add them, or start another run with --name",
         )
     values.setdefault("name", name)
     try:
-        return Config(**values)
+        return make_config(**values)
     except ValueError as error:
         raise file_error(path, str(error)) from error
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """A hint at the present name of a renamed setting, or at the most similar known name.
 
     Empty when there is neither.
@@ -242,21 +292,22 @@ def nearest(name: str, known: Sequence[str]) -> str:
     setting = name.lstrip("-").replace("-", "_")
     if setting in RENAMED:
         return f"; {setting} is now {RENAMED[setting]}"
-    close = difflib.get_close_matches(name[:LONGEST_NAME], known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return did_you_mean(name, known)
 
 
 def changes(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
-    """The fields in which two configs differ, with both values."""
-    both = {name: (getattr(one, name), getattr(other, name)) for name in FIELDS}
+    """The settings in which two configs differ, with both values; None where one has none."""
+    before, after = as_dict(one), as_dict(other)
+    both = {name: (before.get(name), after.get(name)) for name in before | after}
     return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
 
 def to_toml(config: Config) -> str:
-    """All fields as TOML, with the help texts as comments."""
+    """All settings as TOML, with the help texts as comments."""
+    known: Mapping[str, Any] = as_dict(config)
     return "".join(
-        f"# {spec.metadata['help']}\n{spec.name} = {_literal(getattr(config, spec.name))}\n"
-        for spec in fields(config)
+        f"# {spec.metadata['help']}\n{name} = {_literal(known[name])}\n"
+        for name, spec in specs(config.task).items()
     )
 
 

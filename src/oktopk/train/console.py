@@ -5,9 +5,17 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Sequence
 
 from oktopk.runlog.aggregates import RunTotals
-from oktopk.runlog.schema import OVERLAPPED_PARTS, STEP_PARTS, EpochRecord, StepRecord
+from oktopk.runlog.schema import (
+    OVERLAPPED_PARTS,
+    STEP_PARTS,
+    EpochRecord,
+    StepRecord,
+    ValidationRecord,
+)
+from oktopk.train.tasks.base import Metric
 from oktopk.utils.units import format_duration
 
 
@@ -76,21 +84,30 @@ class ProgressBar:
 
 
 def epoch_line(epoch: EpochRecord) -> str:
-    """An epoch in one line: losses, error rates where validated, and the time of a step by part."""
-    values = {
-        "train loss": epoch.train_loss,
-        "val loss": epoch.val_loss,
-        "WER": epoch.wer,
-        "CER": epoch.cer,
-    }
-    known = "".join(f"  {name} {value:.3f}" for name, value in values.items() if value is not None)
-    text = f"epoch {epoch.epoch}{known}"
+    """An epoch in one line: the loss, and the time of a step by part."""
+    loss = "" if epoch.train_loss is None else f"  train loss {epoch.train_loss:.3f}"
+    text = f"epoch {epoch.epoch}{loss}"
     if epoch.seconds:
         serial, overlapped = (
             _milliseconds(epoch.seconds, parts) for parts in (STEP_PARTS, OVERLAPPED_PARTS)
         )
         text += f"  (ms per step: {serial}; overlapped: {overlapped})"
     return text
+
+
+def validation_lines(validation: ValidationRecord, metrics: Sequence[Metric]) -> str:
+    """A validation: its metrics in one line, then the samples."""
+    known = validation.metrics
+    values = [
+        f"{metric.label} {known[metric.name]:.3f}"
+        for metric in metrics
+        if metric.shown and known.get(metric.name) is not None
+    ]
+    lines = [f"validated after step {validation.step + 1}: {', '.join(values)}"]
+    for sample in validation.samples or ():
+        width = max(map(len, sample))
+        lines += [f"  {name:{width}} {text}" for name, text in sample.items()]
+    return "\n".join(lines)
 
 
 def _milliseconds(seconds: dict[str, float | None], parts: tuple[str, ...]) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from oktopk.comm.process_groups import monitored
-from oktopk.runlog.schema import OVERLAPPED_PARTS, STEP_PARTS, EpochRecord
+from oktopk.runlog.schema import OVERLAPPED_PARTS, STEP_PARTS, EpochRecord, ValidationRecord
 from oktopk.train.all_or_raise import check_same_weights
-from oktopk.train.data.batches import plan
 from oktopk.train.recorder import Recorder
 from oktopk.train.resume import save
 from oktopk.train.setup import Run
@@ -29,8 +27,13 @@ def train(run: Run, recorder: Recorder, stop: StopRequest, directory: Path) -> V
 
 
 def finished(run: Run) -> bool:
-    """Whether the run has reached `max_steps`."""
-    return bool(run.config.max_steps) and run.progress.step >= run.config.max_steps
+    """Whether the run has reached its target or a limit. All ranks find the same."""
+    config, progress = run.config, run.progress
+    return (
+        progress.target_reached
+        or (bool(config.max_steps) and progress.step >= config.max_steps)
+        or (bool(config.max_minutes) and progress.seconds >= 60 * config.max_minutes)
+    )
 
 
 def train_epoch(
@@ -39,7 +42,7 @@ def train_epoch(
     """Train what is left of an epoch, validate if it is due, and save a checkpoint."""
     config, progress = run.config, run.progress
     micro = config.accumulate
-    batches = plan(len(run.corpus.train), config.batch, run.comm.size, progress.epoch, config.seed)
+    batches = run.task.steps(progress.epoch, config.batch, run.comm.size)
     seconds = dict.fromkeys((*STEP_PARTS, *OVERLAPPED_PARTS), 0.0)
     began_at = progress.index
     while _has_steps_left(run):
@@ -49,13 +52,14 @@ def train_epoch(
         recorder.step(record)
         if _is_histogram_due(run):
             recorder.histograms(record.step)
+        if config.validate_steps and progress.step % config.validate_steps == 0:
+            validate_run(run, recorder)
         if _has_steps_left(run):  # after the last step, the end of the epoch saves
             due = config.checkpoint_every and progress.step % config.checkpoint_every == 0
             if due or stop.agreed:
                 check_same_weights(run.model, run.comm, progress.step)
                 save(run, recorder, directory)
             stop.raise_if_agreed(progress.step)
-    recorder.flush()
     result = _end_epoch(run, recorder, directory, _mean(seconds, progress.index - began_at))
     stop.raise_if_agreed(progress.step)
     return result
@@ -83,22 +87,22 @@ def _end_epoch(
     run: Run, recorder: Recorder, directory: Path, seconds: dict[str, float | None] | None
 ) -> Validation | None:
     config, progress = run.config, run.progress
+    recorder.flush()
     check_same_weights(run.model, run.comm, progress.step)  # before they are validated and saved
-    train_loss, result = _train_loss(run), None
-    complete = progress.index == run.steps_per_epoch  # max_steps may end the epoch early
-    if is_validated(progress.epoch, config.epochs, config.validate_every) or finished(run):
-        result = validate_run(run)
-    record = EpochRecord(
-        epoch=progress.epoch,
-        step=progress.step - 1,
-        train_loss=train_loss,
-        seconds=seconds,
-        complete=complete,
-        **(asdict(result) if result else {}),
+    complete = progress.index == run.steps_per_epoch  # a limit may end the epoch early
+    recorder.epoch(
+        EpochRecord(
+            epoch=progress.epoch,
+            step=progress.step - 1,
+            train_loss=_train_loss(run),
+            seconds=seconds,
+            complete=complete,
+        )
     )
-    recorder.epoch(record)
-    for sample in result.samples if result else ():
-        recorder.print(f"  said  {sample.said}\n  heard {sample.heard}")
+    result = run.validation
+    due = is_validated(progress.epoch, config.epochs, config.validate_every) or finished(run)
+    if due and run.validated_at != progress.step:
+        result = validate_run(run, recorder)
     if complete:
         progress.epoch, progress.index = progress.epoch + 1, 0
         progress.loss_sum, progress.loss_count = 0.0, 0
@@ -106,18 +110,32 @@ def _end_epoch(
     return result
 
 
-def validate_run(run: Run) -> Validation:
-    """Evaluate the test set with the present weights."""
-    return validate(
+def validate_run(run: Run, recorder: Recorder) -> Validation:
+    """Evaluate the test examples with the present weights, and see if the target is reached."""
+    config, progress = run.config, run.progress
+    recorder.flush()  # brings the training time up to date
+    result = validate(
+        run.task,
         run.model,
-        run.corpus.test,
-        run.corpus.test_spectra,
         run.comm,
         run.device,
-        batch=run.config.validate_batch,
-        width=run.config.beam,
-        samples=run.config.samples,
+        batch=config.validate_batch,
+        samples=config.samples,
     )
+    run.validation, run.validated_at = result, progress.step
+    if run.target is not None and run.target.is_reached(result.metrics):
+        progress.target_reached = True
+    recorder.validation(
+        ValidationRecord(
+            epoch=progress.epoch,
+            step=progress.step - 1,
+            metrics=dict(result.metrics),
+            examples=result.examples,
+            samples=result.samples,
+            seconds=progress.seconds,
+        )
+    )
+    return result
 
 
 def _train_loss(run: Run) -> float | None:

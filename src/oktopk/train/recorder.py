@@ -28,10 +28,11 @@ from oktopk.runlog.schema import (
     RankMemory,
     RanksRecord,
     StepRecord,
+    ValidationRecord,
 )
 from oktopk.runlog.writer import RunLogWriter
 from oktopk.train.all_or_raise import all_or_raise
-from oktopk.train.console import ProgressBar, epoch_line
+from oktopk.train.console import ProgressBar, epoch_line, validation_lines
 from oktopk.train.memory import memory_usage
 from oktopk.train.run_info import run_record
 from oktopk.train.setup import Run
@@ -153,6 +154,7 @@ class Recorder:
         stop, seconds, memory, losses = rows.split(sizes, 1)
         self._stop.share(stop.max().item() > 0)
         slowest = seconds[:, -1].max().item()
+        run.progress.seconds += len(steps) * seconds[0, -1].item()
         self._steps_to_flush = steps_between_checks(slowest, most=run.config.log_every)
         self._memory = [RankMemory(*values) for values in memory.long().tolist()]
         times: list[dict[str, float | None]] = [
@@ -183,6 +185,17 @@ class Recorder:
 
         self._write(write)
         self.print(epoch_line(record))
+
+    def validation(self, record: ValidationRecord) -> None:
+        """Write the record of a validation."""
+
+        def write() -> None:
+            if self._sinks:
+                self._sinks.runlog.write(record)
+                self._sinks.tensorboard.write_validation(record)
+
+        self._write(write)
+        self.print(validation_lines(record, self._run.task.metrics))
 
     def histograms(self, step: int) -> None:
         """Write gradients and residuals of rank 0 as histograms, and its message sizes."""

@@ -21,16 +21,13 @@ from oktopk.runlog.aggregates import load_totals, reshard_totals
 from oktopk.runlog.run_directory import CHECKPOINT_FOLDER
 from oktopk.train import checkpoint
 from oktopk.train.checkpoint import Count
-from oktopk.train.config import HARMLESS, Config, changes, parse, to_toml
+from oktopk.train.config import Config, changes, names_with, parse, to_toml
 from oktopk.train.flags import as_flag
 from oktopk.train.recorder import Recorder
 from oktopk.train.setup import Run
 from oktopk.utils.files import convert, file_error, single_line
 
 log = logging.getLogger("oktopk")
-
-FIXED = ("hidden", "layers", "bidirectional", "channels", "optimizer", "method")
-"""Settings that cannot change on resume, because saved weights and states depend on them."""
 
 
 class CommonState(msgspec.Struct, frozen=True):
@@ -39,7 +36,9 @@ class CommonState(msgspec.Struct, frozen=True):
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
     config: str
-    corpus: str
+    data: str = msgspec.field(name="corpus")
+    """The fingerprint of the data."""
+
     steps_per_epoch: Annotated[int, Meta(ge=1, le=2**63 - 1)]
     metrics_bytes: Count = msgspec.field(name="journal_bytes")
     """Bytes of `metrics.jsonl` when the checkpoint was saved."""
@@ -53,6 +52,8 @@ class SavedProgress(msgspec.Struct, frozen=True):
     step: Count
     loss_sum: float
     loss_count: Count
+    seconds: float = 0.0
+    target_reached: bool = False
 
 
 Sums = Annotated[list[Count], Meta(min_length=7, max_length=7)]
@@ -89,7 +90,7 @@ def save(run: Run, recorder: Recorder, directory: Path) -> None:
             "model": run.model.state_dict(),
             "optimizer": run.optimizer.state_dict(),
             "config": to_toml(run.config),
-            "corpus": run.corpus.fingerprint(),
+            "corpus": run.task.fingerprint(),
             "steps_per_epoch": run.steps_per_epoch,
             "journal_bytes": recorder.metrics_bytes,
         }
@@ -103,7 +104,7 @@ def restore(run: Run, path: Path, given: Collection[str]) -> int:
     """Restore a checkpoint; returns the bytes of `metrics.jsonl` that belong to it.
 
     `given` are the settings on the command line: only those may have changed. If the world size has
-    changed, the epoch continues after the utterances that are done, and the saved residuals are
+    changed, the epoch continues after the examples that are done, and the saved residuals are
     distributed over the ranks. With the same world size, the run ends with the same bits as if it
     had not been interrupted.
     """
@@ -172,24 +173,26 @@ def _changed_settings(
 ) -> dict[str, tuple[Any, Any]]:
     """The settings that have changed since the checkpoint: old and new value.
 
-    Raise if the model or the corpus is a different one, or if a setting changed without a flag.
+    Raise if the model or the data is a different one, or if a setting changed without a flag.
     """
     stored: Config = parse(
         common.config, "stored", f"{path / checkpoint.COMMON}: config", whole=True
     )
     differing = changes(stored, run.config)
-    fixed = {name: pair for name, pair in differing.items() if name in FIXED}
+    may_not_change, harmless = (names_with(run.config, mark) for mark in ("fixed", "harmless"))
+    fixed = {name: pair for name, pair in differing.items() if name in may_not_change}
     if fixed:
         what = ", ".join(f"{name} {old} and not {new}" for name, (old, new) in fixed.items())
         raise CheckpointError(
             f"{path} is of a run with {what}: resume with that, or start another with --name"
         )
-    if common.corpus != run.corpus.fingerprint():
+    if common.data != run.task.fingerprint():
+        before, now = (c.options.data or "the task's own" for c in (stored, run.config))
         raise CheckpointError(
-            f"{path} is of a run on other recordings (its data: {stored.data or 'spoken'!r}, now: "
-            f"{run.config.data or 'spoken'!r}): resume with those, or start another with --name"
+            f"{path} is of a run on other data (its data: {before}, now: {now}): resume with that, "
+            "or start another with --name"
         )
-    changed = {name: pair for name, pair in differing.items() if name not in HARMLESS}
+    changed = {name: pair for name, pair in differing.items() if name not in harmless}
     unasked = {name: pair for name, pair in changed.items() if name not in given}
     if unasked:
         what = ", ".join(f"{name} {old} and not {new}" for name, (old, new) in unasked.items())

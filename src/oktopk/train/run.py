@@ -61,7 +61,8 @@ def run_worker(
     with job_process_group(env, config.timeout, shared_settings(config, resume)) as device:
         directory, result, totals = run_training(config, device, env, resume, given, write_report)
     if env.rank == 0:
-        print_line(summary(result, totals, time.monotonic() - started, directory, env.world_size))
+        took = time.monotonic() - started
+        print_line(summary(config, result, totals, took, directory, env.world_size))
     return 0
 
 
@@ -175,15 +176,14 @@ def find_and_restore(run: Run, directory: Path, given: Collection[str]) -> int:
 
 def start_message(run: Run, directory: Path) -> str:
     """What is about to be trained, in two lines."""
-    config, corpus, model = run.config, run.corpus, run.model
-    hours = sum(utterance.seconds for utterance in corpus.train) / 3600
+    config, model = run.config, run.model
     numel = sum(parameter.numel() for parameter in model.parameters())
+    until = f", until {run.target}" if run.target else ""
     return (
-        f"{directory}: lstman4 with {numel:,} parameters, {len(corpus.train)} + "
-        f"{len(corpus.test)} utterances ({hours:.2f} h)\n"
+        f"{directory}: {type(model).__name__} with {numel:,} parameters, {run.task.describe()}\n"
         f"{run.comm.size} worker{'s' * (run.comm.size > 1)} x batch {config.batch} on "
         f"{run.device.type}: "
-        f"{run.steps_per_epoch} steps an epoch, {run.total_steps} in all, {_phases(run)}"
+        f"{run.steps_per_epoch} steps an epoch, {run.total_steps} in all, {_phases(run)}{until}"
     )
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy
 import torch
 
-from oktopk.runlog.schema import RunRecord, TensorInfo
+from oktopk.launch import network
+from oktopk.runlog.schema import MetricInfo, RunRecord, TaskInfo, TensorInfo
 from oktopk.train.setup import Run
 from oktopk.version import __version__
 
@@ -27,10 +28,27 @@ def run_record(run: Run) -> RunRecord:
         steps_per_epoch=run.steps_per_epoch,
         settings=asdict(run.handle.settings),
         changed={name: list(pair) for name, pair in run.changed.items()},
-        utterances={"train": len(run.corpus.train), "test": len(run.corpus.test)},
+        task=task_info(run),
+        target=str(run.target) if run.target else None,
+        network=network.inside() or None,
         tensors=tensor_info(run.model),
         versions=versions(),
         machine=machine(run.device),
+    )
+
+
+def task_info(run: Run) -> TaskInfo:
+    """What is trained, and by which metrics it is judged."""
+    task = run.task
+    return TaskInfo(
+        name=run.config.task,
+        metrics=[
+            MetricInfo(metric.name, metric.label, metric.higher_is_better, metric.shown)
+            for metric in task.metrics
+        ],
+        unit=task.unit,
+        train=task.num_train,
+        test=task.num_test,
     )
 
 

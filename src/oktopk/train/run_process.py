@@ -49,11 +49,15 @@ class RunResult:
 
 
 def flags(config: Config, base: str) -> list[str]:
-    """The flags of `oktopk train` that turn the config called `base` into this one."""
-    differing = changes(load(base), config)
+    """The flags of `oktopk train` that turn the config called `base` into this one.
+
+    Without a `base` it is the default config of the task.
+    """
+    differing = changes(load(base, config.task), config)
     given = {name: getattr(config, name) for name in ALWAYS_GIVEN}
     given |= {name: new for name, (_, new) in differing.items()}
-    return ["--config", base, *(word for pair in given.items() for word in as_flag(*pair))]
+    first = ["--config", base] if base else ["--task", config.task]
+    return [*first, *(word for pair in given.items() for word in as_flag(*pair))]
 
 
 def command_line(config: Config, base: str) -> str:

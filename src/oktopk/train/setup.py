@@ -1,16 +1,14 @@
-"""Set up a run: the corpus, the model in DDP with oktopk attached, the optimizer."""
+"""Set up a run: the task, the model in DDP with oktopk attached, the optimizer."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from dataclasses import dataclass, field
 from inspect import signature
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -23,21 +21,16 @@ from oktopk.runlog.aggregates import RunTotals
 from oktopk.runlog.schema import ProbeRecord
 from oktopk.train.all_or_raise import all_or_raise, check_same_data
 from oktopk.train.config import Config
-from oktopk.train.data.features import Spectra, open_spectra
-from oktopk.train.data.manifest import (
-    Utterance,
-    check,
-    find_manifests,
-    read_manifest,
-)
-from oktopk.train.data.synthesis import synthesize_corpus
-from oktopk.train.models.lstman4 import Lstman4
 from oktopk.train.preset_options import parse_overrides, preset_options
 from oktopk.train.probe import Probe
+from oktopk.train.target import Target, parse_target
+from oktopk.train.tasks.base import Task
+from oktopk.train.tasks.registry import task_type
+from oktopk.train.validate import Validation
 
 log = logging.getLogger("oktopk")
 
-DATA = Path("data")
+BETA1 = 0.9
 # Each rank keeps the batch-norm statistics of its own batches, and validation averages them.
 # torch 2.13 renamed the argument.
 _NAMES = signature(DistributedDataParallel.__init__).parameters
@@ -61,20 +54,12 @@ class Progress:
 
     loss_count: int = 0
 
+    seconds: float = 0.0
+    """Training time by the clock of rank 0, without validation; the same on every rank. It is
+    brought up to date when the metrics are written."""
 
-@dataclass(frozen=True, slots=True)
-class Corpus:
-    """Training and test utterances, shortest first, and their spectrograms."""
-
-    train: list[Utterance]
-    test: list[Utterance]
-    train_spectra: Spectra
-    test_spectra: Spectra
-
-    def fingerprint(self) -> str:
-        """A hash of names, transcripts and durations; it does not depend on the folder."""
-        lines = [f"{u.audio.name}\t{u.text}\t{u.seconds}\n" for u in (*self.train, *self.test)]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
+    target_reached: bool = False
+    """Whether a validation has reached `until`."""
 
 
 @dataclass(slots=True)
@@ -85,8 +70,8 @@ class Run:
     comm: Comm
     device: torch.device
     env: RankEnvironment
-    corpus: Corpus
-    model: Lstman4
+    task: Task
+    model: nn.Module
     ddp: DistributedDataParallel
     optimizer: Optimizer
     handle: Handle
@@ -97,6 +82,9 @@ class Run:
     total_steps: int
     """Steps until the run ends: `max_steps` may end it earlier."""
 
+    target: Target | None = None
+    """The metric that ends the run."""
+
     progress: Progress = field(default_factory=Progress)
     totals: RunTotals = field(default_factory=RunTotals)
     skipped_in_a_row: int = 0
@@ -104,62 +92,41 @@ class Run:
     changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Settings that were changed when the run was resumed: old and new value."""
 
+    validation: Validation | None = None
+    """The last validation of this process."""
+
+    validated_at: int = -1
+    """Steps that were finished at the last validation."""
+
     probed: ProbeRecord | None = None
     """What the probe measured in the last step; None if the step was not probed."""
 
 
-def synthetic_corpus(config: Config) -> Path:
-    """The folder of the synthesized corpus, which later runs use again."""
-    return DATA / f"spoken-{config.spoken_train}-{config.spoken_test}"
+def prepare_task(config: Config, comm: Comm, device: torch.device, env: RankEnvironment) -> Task:
+    """Get and check the data once per machine, then read it on every rank. Collective."""
+    kind, options = task_type(config.task), config.options
+
+    def first() -> None:
+        if env.local_rank == 0:
+            kind.prepare(options)
+
+    all_or_raise(comm, device, "preparing the data", first)
+    task = all_or_raise(comm, device, "reading the data", lambda: kind(options, config.seed))
+    check_same_data(comm, device, options.data or "the data of the task", task.fingerprint())
+    return task
 
 
-def prepare_corpus(
-    config: Config, comm: Comm, device: torch.device, env: RankEnvironment
-) -> Corpus:
-    """Synthesize a corpus if there is none, check it, compute spectrograms; once per machine."""
-    folder = Path(config.data) if config.data else synthetic_corpus(config)
-    cache = Path(config.cache) if config.cache else folder / "cache"
-
-    def first() -> Corpus | None:
-        if env.local_rank != 0:
-            return None
-        if not config.data and not folder.exists():
-            log.info("synthesizing a corpus in %s", folder)
-            _synthesize(folder, config)
-        corpus = _open(folder, cache)
-        check(corpus.train, corpus.test)
-        return corpus
-
-    ready = all_or_raise(comm, device, "preparing the data", first)
-    corpus = all_or_raise(comm, device, "reading the data", lambda: ready or _open(folder, cache))
-    check_same_data(comm, device, str(folder), corpus.fingerprint())
-    return corpus
-
-
-def _synthesize(folder: Path, config: Config) -> None:
-    """Synthesize in a temporary folder and rename it: other machines may do so at the same time."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as draft:
-        corpus = Path(draft) / folder.name
-        synthesize_corpus(corpus, train=config.spoken_train, test=config.spoken_test)
-        try:
-            corpus.rename(folder)
-        except OSError:
-            if not folder.exists():
-                raise
-
-
-def _open(folder: Path, cache: Path) -> Corpus:
-    train, test = (read_manifest(path) for path in find_manifests(folder))
-    return Corpus(train, test, open_spectra(train, cache), open_spectra(test, cache))
-
-
-def make_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
+def make_optimizer(config: Config, task: Task, model: torch.nn.Module) -> Optimizer:
     """SGD with momentum as in the original code, or AdamW."""
-    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    decayed, others = [], []
+    for name, parameter in model.named_parameters():
+        (decayed if task.uses_weight_decay(name, parameter) else others).append(parameter)
+    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": config.weight_decay}]
+    if others:
+        groups.append({"params": others, "weight_decay": 0.0})
     if config.optimizer == "adamw":
-        return AdamW(model.parameters(), **common)
-    return SGD(model.parameters(), momentum=config.momentum, **common)
+        return AdamW(groups, lr=config.lr, betas=(BETA1, config.beta2))
+    return SGD(groups, lr=config.lr, momentum=config.momentum)
 
 
 def log_unused_options(config: Config) -> None:
@@ -181,40 +148,41 @@ def exchange_options(config: Config) -> dict[str, Any]:
     )
 
 
-def make_probe(config: Config, model: Lstman4, handle: Handle, comm: Comm) -> Probe | None:
+def make_probe(config: Config, model: nn.Module, handle: Handle, comm: Comm) -> Probe | None:
     """The probe, if the config has one."""
     if not config.probe_every:
         return None
     return Probe(config.probe_every, dict(model.named_parameters()), handle, comm)
 
 
-def set_up(config: Config, comm: Comm, device: torch.device, env: RankEnvironment) -> Run:
-    """Set up everything. DDP gives every rank the weights of rank 0."""
-    corpus = prepare_corpus(config, comm, device, env)
-    per_step = config.batch * comm.size * config.accumulate
-    steps_per_epoch = len(corpus.train) // per_step
-    if steps_per_epoch == 0:
+def count_steps(config: Config, task: Task, ranks: int) -> int:
+    """Steps of an epoch. RunError if the examples do not fill one."""
+    per_step = config.batch * ranks * config.accumulate
+    if task.num_train < per_step:
         raise RunError(
-            f"{len(corpus.train)} training utterances do not fill one step of {comm.size} workers "
-            f"x batch {config.batch} x accumulate {config.accumulate} = {per_step}: lower batch, "
+            f"{task.num_train} training {task.unit} do not fill one step of {ranks} workers x "
+            f"batch {config.batch} x accumulate {config.accumulate} = {per_step}: lower batch, "
             "accumulate or workers"
         )
+    return task.num_train // per_step
+
+
+def set_up(config: Config, comm: Comm, device: torch.device, env: RankEnvironment) -> Run:
+    """Set up everything. DDP gives every rank the weights of rank 0."""
+    task = prepare_task(config, comm, device, env)
+    target = parse_target(config.until, task.metrics) if config.until else None
+    steps_per_epoch = count_steps(config, task, comm.size)
     planned = config.epochs * steps_per_epoch
     total = min(planned, config.max_steps) if config.max_steps else planned
     torch.manual_seed(config.seed)
-    model = Lstman4(
-        hidden=config.hidden,
-        layers=config.layers,
-        bidirectional=config.bidirectional,
-        channels=config.channels,
-    ).to(device)
+    model = task.build_model().to(device)
     ddp = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         **OWN_BUFFERS,
     )
-    optimizer = make_optimizer(config, model)
+    optimizer = make_optimizer(config, task, model)
     log_unused_options(config)
     handle = oktopk.attach(
         ddp,
@@ -227,7 +195,7 @@ def set_up(config: Config, comm: Comm, device: torch.device, env: RankEnvironmen
         comm=comm,
         device=device,
         env=env,
-        corpus=corpus,
+        task=task,
         model=model,
         ddp=ddp,
         optimizer=optimizer,
@@ -235,5 +203,6 @@ def set_up(config: Config, comm: Comm, device: torch.device, env: RankEnvironmen
         steps_per_epoch=steps_per_epoch,
         planned_steps=planned,
         total_steps=total,
+        target=target,
         probe=make_probe(config, model, handle, comm),
     )

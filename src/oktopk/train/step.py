@@ -9,10 +9,9 @@ from torch.nn.utils import clip_grad_norm_
 
 from oktopk.errors import DivergedError
 from oktopk.runlog.schema import STEP_PARTS, StepRecord, step_record
-from oktopk.train.data.batches import collate
-from oktopk.train.models.lstman4 import ctc_loss
 from oktopk.train.schedule import learning_rate
 from oktopk.train.setup import Run
+from oktopk.train.tasks.base import to_device
 
 MAX_SKIPPED = 20
 """Steps without a finite gradient in a row after which a run ends."""
@@ -69,23 +68,11 @@ def take_step(run: Run, batches: list[list[int]]) -> StepRecord:
 def _backward(
     run: Run, indices: list[int], synced: bool, parts: int, seconds: dict[str, float]
 ) -> float:
-    config, corpus = run.config, run.corpus
     with _Timer(seconds, "data"):
-        batch = collate(
-            corpus.train_spectra,
-            corpus.train,
-            indices,
-            epoch=run.progress.epoch,
-            seed=config.seed,
-            augment=config.augment,
-        )
-        inputs, lengths = batch.inputs.to(run.device), batch.lengths.to(run.device)
-        targets = batch.targets.to(run.device)
-        target_lengths = batch.target_lengths.to(run.device)
+        batch = to_device(run.task.train_batch(indices, run.progress.epoch), run.device)
     with nullcontext() if synced else run.ddp.no_sync():
         with _Timer(seconds, "forward"):
-            log_probs, lengths = run.ddp(inputs, lengths)
-            loss = ctc_loss(log_probs, lengths, targets, target_lengths).mean()
+            loss = run.task.loss(run.ddp, batch)
         with _Timer(seconds, "backward"):
             (loss / parts).backward()
     return loss.item()

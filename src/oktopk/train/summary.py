@@ -6,22 +6,28 @@ from pathlib import Path
 
 from oktopk.runlog.aggregates import RunTotals
 from oktopk.runlog.schema import PhaseTotals
+from oktopk.train.config import Config
+from oktopk.train.tasks.registry import task_type
 from oktopk.train.validate import Validation
 from oktopk.utils.units import format_bytes, format_duration
 
 
 def summary(
-    result: Validation | None, totals: RunTotals, seconds: float, directory: Path, workers: int
+    config: Config,
+    result: Validation | None,
+    totals: RunTotals,
+    seconds: float,
+    directory: Path,
+    workers: int,
 ) -> str:
-    """Error rates, bytes by phase compared with dense, the time, and where the files are."""
+    """Metrics, bytes by phase compared with dense, the time, and where the files are."""
     lines = [f"finished in {format_duration(seconds)}"]
     if result is None:
         lines.append("nothing was left to do: raise --epochs or --max-steps to train longer")
     else:
-        lines.append(
-            f"WER {result.wer:.3f}, CER {result.cer:.3f}, validation loss {result.val_loss:.3f} "
-            f"on {result.utterances} utterances"
-        )
+        task = task_type(config.task)
+        shown = (f"{m.label} {result.metrics[m.name]:.3f}" for m in task.metrics if m.shown)
+        lines.append(f"{', '.join(shown)} on {result.examples} {task.unit}")
     lines.append(f"{'':12} {'steps':>6} {'ms/step':>8} {'sent':>10} {'as dense':>10} {'ratio':>7}")
     lines += [_row(f"{phase} phase", sums) for phase, sums in totals.items()]
     lines.append(_row("whole run", totals.whole))

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from oktopk.runlog.schema import TIMED_PARTS, EpochRecord, ProbeRecord, StepRecord
+from oktopk.runlog.schema import (
+    TIMED_PARTS,
+    EpochRecord,
+    ProbeRecord,
+    StepRecord,
+    ValidationRecord,
+)
 
 log = logging.getLogger("oktopk")
 
@@ -30,9 +36,7 @@ STEP_SCALARS: Groups = {
 PROBE_SCALARS: Groups = {
     "quality": ("recall", "energy", "best_energy", "xi", "age_mean", "age_most"),
 }
-EPOCH_SCALARS: Groups = {
-    "epoch": ("train_loss", "val_loss", "wer", "cer", "mean_utterance_wer", "pseudo_accuracy"),
-}
+EPOCH_SCALARS: Groups = {"epoch": ("train_loss",)}
 
 
 class TensorBoardWriter:
@@ -95,6 +99,15 @@ class TensorBoardWriter:
                 for name, value in msgspec.structs.asdict(memory).items():
                     self._writer.add_scalar(f"memory/{name}/rank{rank}", value, record.step)
         self._write(EPOCH_SCALARS, [record])
+
+    def write_validation(self, record: ValidationRecord) -> None:
+        if self._writer is None:
+            return
+        with self._or_warn():
+            for name, value in record.metrics.items():
+                if value is not None:
+                    self._writer.add_scalar(f"epoch/{name}", value, record.step)
+            self._writer.flush()
 
     def write_histograms(self, group: str, tensors: dict[str, Tensor], step: int) -> None:
         """Write a histogram of each tensor, and one of all tensors together."""

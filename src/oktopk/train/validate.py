@@ -1,122 +1,68 @@
-"""Loss, word and character error rates on the test set, the same for any world size.
+"""Metrics on the test examples, the same for any world size.
 
-The test set is cut into batches once, and the batches are distributed over the ranks: an utterance
-is in the same batch for any world size. Each rank fills in the rows of its utterances, and one
-allreduce combines them.
+The test examples are cut into batches once, and the batches are distributed over the ranks: an
+example is in the same batch for any world size. Each rank fills in the rows of its examples, and
+one allreduce combines them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jiwer
 import torch
 from torch import Tensor, nn
 
 from oktopk.comm.communicator import Comm
-from oktopk.runlog.schema import Sample
-from oktopk.train.data.batches import Batch, collate, shard
-from oktopk.train.data.features import Spectra
-from oktopk.train.data.manifest import Utterance
-from oktopk.train.decode import beam, greedy
-from oktopk.train.models.lstman4 import Lstman4, ctc_loss
+from oktopk.errors import RunError
+from oktopk.train.tasks.base import Samples, Task, to_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Validation:
-    """Metrics of the model on the test set. WER may exceed 1, because insertions count."""
+    """Metrics of the model on the test examples."""
 
-    val_loss: float
-    """Mean over utterances of the CTC loss."""
-
-    wer: float
-    """Word errors of the corpus over its words."""
-
-    cer: float
-    """Character errors of the corpus over its characters, spaces included."""
-
-    mean_utterance_wer: float
-    """Mean over utterances of each one's WER, as the original code computed it."""
-
-    pseudo_accuracy: float
-    """max(0, 1 - WER)."""
-
-    utterances: int
-
-    samples: list[Sample]
-    """A few utterances."""
+    metrics: dict[str, float]
+    examples: int
+    samples: Samples
 
 
 def validate(
-    model: Lstman4,
-    test: list[Utterance],
-    spectra: Spectra,
-    comm: Comm,
-    device: torch.device,
-    *,
-    batch: int,
-    width: int,
-    samples: int,
+    task: Task, model: nn.Module, comm: Comm, device: torch.device, *, batch: int, samples: int
 ) -> Validation:
-    """Evaluate the test set. `width` is that of the beam search; 0 decodes greedily. Collective."""
+    """Evaluate the test examples. Collective."""
     average_statistics(model, comm)
-    rows = torch.zeros(len(test), 5, dtype=torch.float64)
-    shown: list[Sample] = []
+    rows = torch.zeros(task.num_test, task.num_columns, dtype=torch.float64)
     was_training = model.training
     model.eval()
     with torch.inference_mode():
-        for indices in shard(len(test), batch, comm.size, comm.rank):
-            part = collate(spectra, test, indices, epoch=0, seed=0, augment=False)
-            losses, texts = _recognize(model, part, device, width)
-            for i, said, heard, loss in zip(part.ids, part.texts, texts, losses, strict=True):
-                rows[i] = torch.tensor([loss, *errors(said, heard)], dtype=torch.float64)
-                shown.append(Sample(said, heard))
+        for indices in shard(task.num_test, batch, comm.size, comm.rank):
+            part = to_device(task.test_batch(indices), device)
+            rows[indices] = _rows(task, model, part, len(indices))
+        shown = task.samples(model, samples) if comm.rank == 0 and samples else []
     model.train(was_training)
     # each row is nonzero on one rank only, so the sum is exact
     rows = comm.all_reduce_(rows.to(device), stage="validation").cpu()
-    return summarize(rows, evenly_spaced(shown, samples))
+    return Validation(metrics=task.summarize(rows), examples=len(rows), samples=shown)
 
 
-def evenly_spaced(shown: list[Sample], number: int) -> list[Sample]:
-    """At most `number` of the samples, from the shortest to the longest."""
-    chosen = min(number, len(shown))
-    return [shown[i * len(shown) // chosen] for i in range(chosen)]
+def _rows(task: Task, model: nn.Module, batch: object, number: int) -> Tensor:
+    rows = task.evaluate(model, batch)
+    if rows.shape != (number, task.num_columns):
+        raise RunError(
+            f"{type(task).__name__}.evaluate must return {task.num_columns} columns for each of "
+            f"{number} examples, got a tensor of shape {tuple(rows.shape)}"
+        )
+    return rows.to("cpu", torch.float64)
 
 
-def _recognize(
-    model: Lstman4, part: Batch, device: torch.device, width: int
-) -> tuple[list[float], list[str]]:
-    log_probs, lengths = model(part.inputs.to(device), part.lengths.to(device))
-    targets, target_lengths = part.targets.to(device), part.target_lengths.to(device)
-    losses = ctc_loss(log_probs, lengths, targets, target_lengths)
-    texts = beam(log_probs, lengths, width) if width else greedy(log_probs, lengths)
-    return losses.tolist(), texts
+def shard(count: int, batch: int, ranks: int, rank: int) -> list[list[int]]:
+    """This rank's batches for validation. Over all ranks, every example is in one batch.
 
-
-def errors(said: str, heard: str) -> tuple[int, int, int, int]:
-    """Word errors, words, character errors, characters of one utterance."""
-    words, characters = jiwer.process_words(said, heard), jiwer.process_characters(said, heard)
-    return (
-        words.substitutions + words.deletions + words.insertions,
-        words.substitutions + words.deletions + words.hits,
-        characters.substitutions + characters.deletions + characters.insertions,
-        characters.substitutions + characters.deletions + characters.hits,
-    )
-
-
-def summarize(rows: Tensor, samples: list[Sample]) -> Validation:
-    """Rates of the corpus from rows of (loss, word errors, words, character errors, characters)."""
-    total = rows.sum(0).tolist()
-    wer = total[1] / total[2]
-    return Validation(
-        val_loss=total[0] / len(rows),
-        wer=wer,
-        cer=total[3] / total[4],
-        mean_utterance_wer=(rows[:, 1] / rows[:, 2]).mean().item(),
-        pseudo_accuracy=max(0.0, 1.0 - wer),
-        utterances=len(rows),
-        samples=samples,
-    )
+    The last batch may be short, and the number of batches may differ by one between ranks: no
+    collective may be called between them.
+    """
+    bins = [list(range(i, min(i + batch, count))) for i in range(0, count, batch)]
+    return bins[rank::ranks]
 
 
 def average_statistics(model: nn.Module, comm: Comm) -> None:

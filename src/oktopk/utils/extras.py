@@ -6,13 +6,13 @@ import importlib.util
 
 EXTRAS = {
     **dict.fromkeys(("soundfile", "espeakng_loader", "jiwer"), "train"),
-    **dict.fromkeys(("tensorboard", "rich", "plotly"), "train"),
+    **dict.fromkeys(("tensorboard", "rich", "plotly", "PIL"), "train"),
     **dict.fromkeys(("optuna", "sklearn"), "sweep"),
     "matplotlib": "plots",
 }
 """Which extra of this project installs a package."""
 
-_TRAIN = ("soundfile", "jiwer", "tensorboard", "rich", "plotly")
+_TRAIN = ("tensorboard", "rich", "plotly")
 NEEDED = {
     "train": _TRAIN,
     "compare": _TRAIN,

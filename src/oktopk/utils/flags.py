@@ -1,9 +1,10 @@
-"""Numbers on the command line, and the ranges that they must be in."""
+"""Numbers on the command line and their ranges, and hints at mistyped names."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 Number = TypeVar("Number", int, float)
@@ -12,6 +13,8 @@ MOST_WORKERS = 1024
 """The most processes that a command starts on one machine."""
 MOST_SECONDS = 7 * 24 * 3600.0
 """The longest time limit, a week. Clocks in network libraries overflow after years."""
+LONGEST_COMPARED = 100
+"""Characters of a mistyped name that are compared with known names: the time grows by squares."""
 
 
 def number_in_range(kind: type[Number], least: Number, most: Number) -> Callable[[str], Number]:
@@ -25,3 +28,9 @@ def number_in_range(kind: type[Number], least: Number, most: Number) -> Callable
 
     convert.__name__ = kind.__name__  # argparse names it if the text is not a number
     return convert
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint at the most similar known name; empty when none is similar."""
+    close = difflib.get_close_matches(name[:LONGEST_COMPARED], list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

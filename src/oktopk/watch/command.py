@@ -16,10 +16,13 @@ from oktopk.utils.units import list_some
 if TYPE_CHECKING:
     from oktopk.watch.state import RunWatcher
 
-KNOWN = ["--once", "--every"]
 LINE_SECONDS = 3.0
 """Seconds between two lines of output, when stdout is not a terminal."""
 SHOWN_RUNS = 12
+
+
+def known_flags() -> list[str]:
+    return ["--once", "--every"]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +114,7 @@ def print_lines(watcher: RunWatcher, folder: Path, pause: float) -> None:
     printed, due = None, 0.0
     while watcher.refresh().end is None:
         state, quiet = watcher.state, seconds_quiet(folder)
-        news = (status(state, quiet), state.steps, len(state.validated))
+        news = (status(state, quiet), state.steps, len(state.validations))
         if news != printed and time.monotonic() >= due:
             print_line(line(state, quiet, others(folder)))
             printed, due = news, time.monotonic() + LINE_SECONDS

@@ -42,7 +42,8 @@ def line(state: RunState, quiet: float, others: str = "") -> str:
     parts = [status(state, quiet), f"step {state.steps}" + (f" of {total}" if total else "")]
     parts.append(f"{state.last.phase} phase")
     parts += [f"loss {state.losses[-1]:.3f}"] if state.losses else []
-    parts += [f"WER {state.validated[-1].wer:.3f}"] if state.validated else []
+    for metric in state.metrics[:1]:
+        parts += [f"{metric.label} {value:.3f}" for value in state.values(metric)[-1:]]
     parts += [f"about {format_duration(_seconds_left(state, total))} left"] if total else []
     return ", ".join(parts)
 
@@ -115,14 +116,13 @@ def _loss(state: RunState) -> str:
     return f"{sparkline(state.losses)} {state.losses[-1]:.3f}{note}"
 
 
-def _wer(state: RunState) -> str:
-    rates = [epoch.wer for epoch in state.validated if epoch.wer is not None]
-    if not rates:
+def _validation(state: RunState) -> str:
+    """The most important metric over all validations, and the others of the last one."""
+    shown = [(m.label, values) for m in state.metrics if m.shown and (values := state.values(m))]
+    if not shown:
         return ""
-    last = state.validated[-1]
-    values = {"CER": last.cer, "validation loss": last.val_loss}
-    rest = ", ".join(f"{k} {'-' if v is None else f'{v:.3f}'}" for k, v in values.items())
-    return f"{sparkline(rates)} {rates[-1]:.3f}, {rest} after epoch {last.epoch}"
+    last = ", ".join(f"{label} {values[-1]:.3f}" for label, values in shown)
+    return f"{sparkline(shown[0][1])} {last} after step {state.validations[-1].step + 1}"
 
 
 def _traffic(state: RunState) -> str:
@@ -149,7 +149,13 @@ def _time(state: RunState) -> str:
     return f"{means['whole'] * 1e3:.0f} ms a step: {shares}\noverlapped, in ms: {overlapped}"
 
 
-LINES = {"progress": _progress, "loss": _loss, "WER": _wer, "sent": _traffic, "time": _time}
+LINES = {
+    "progress": _progress,
+    "loss": _loss,
+    "validation": _validation,
+    "sent": _traffic,
+    "time": _time,
+}
 
 
 def sparkline(values: Sequence[float], width: int = WIDTH) -> str:

@@ -10,10 +10,11 @@ from oktopk.runlog.aggregates import RunTotals
 from oktopk.runlog.run_directory import METRICS_FILE, has_checkpoint
 from oktopk.runlog.schema import (
     EndRecord,
-    EpochRecord,
+    MetricInfo,
     Record,
     RunRecord,
     StepRecord,
+    ValidationRecord,
     WarningRecord,
 )
 from oktopk.runlog.tail import RunLogTail
@@ -30,7 +31,7 @@ class RunState:
     last: StepRecord | None = None
     end: EndRecord | None = None
     losses: list[float] = field(default_factory=list)
-    validated: list[EpochRecord] = field(default_factory=list)
+    validations: list[ValidationRecord] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     resumable: bool = False
     """Whether the run has a checkpoint."""
@@ -47,6 +48,16 @@ class RunState:
     def total_steps(self) -> int | None:
         return self.info.total_steps if self.info else None
 
+    @property
+    def metrics(self) -> list[MetricInfo]:
+        """The metrics of the task, the most important first."""
+        return self.info.task.metrics if self.info and self.info.task else []
+
+    def values(self, metric: MetricInfo) -> list[float]:
+        """What a metric was at every validation."""
+        found = (record.metrics.get(metric.name) for record in self.validations)
+        return [value for value in found if value is not None]
+
     def update(self, record: Record) -> None:
         """Take in one record. Kinds that are not shown are ignored."""
         match record:
@@ -54,8 +65,8 @@ class RunState:
                 self.info, self.end = record, None
             case StepRecord():
                 self._add_step(record)
-            case EpochRecord() if record.wer is not None:
-                self.validated.append(record)
+            case ValidationRecord():
+                self.validations.append(record)
             case WarningRecord():
                 self.warnings.append(record.text)
             case EndRecord():

@@ -6,15 +6,15 @@ resumed, or when an utterance goes to another rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from oktopk.train.data.features import BINS, Spectra, features
-from oktopk.train.data.labels import encode
-from oktopk.train.data.manifest import Utterance
+from oktopk.train.tasks.speech.data.features import BINS, Spectra, features
+from oktopk.train.tasks.speech.data.labels import encode
+from oktopk.train.tasks.speech.data.manifest import Utterance
 
 TEMPO = (0.85, 1.15)
 GAIN_DB = (-6.0, 8.0)
@@ -40,6 +40,11 @@ class Batch:
     texts: list[str]
     ids: list[int]
 
+    def to(self, device: torch.device) -> Batch:
+        """The batch with its tensors on a device."""
+        names = ("inputs", "lengths", "targets", "target_lengths")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
 
 def plan(
     count: int, batch: int, ranks: int, epoch: int, seed: int, shuffle: bool = True
@@ -62,16 +67,6 @@ def plan(
     kept = np.sort(chance.permutation(count)[: steps * ranks * batch])
     dealt = kept.reshape(steps, batch, ranks).transpose(0, 2, 1)
     return (dealt[chance.permutation(steps)] if shuffle else dealt).tolist()
-
-
-def shard(count: int, batch: int, ranks: int, rank: int) -> list[list[int]]:
-    """This rank's batches for validation. Over all ranks, every utterance is in one batch.
-
-    The last batch may be short, and the number of batches may differ by one between ranks: no
-    collective may be called between them.
-    """
-    bins = [list(range(i, min(i + batch, count))) for i in range(0, count, batch)]
-    return bins[rank::ranks]
 
 
 def collate(

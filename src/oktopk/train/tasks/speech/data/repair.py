@@ -6,15 +6,15 @@ import os
 from collections import defaultdict
 from pathlib import Path
 
-from oktopk.train.data.audio import duration
-from oktopk.train.data.manifest import (
+from oktopk.train.tasks.speech.data.audio import duration
+from oktopk.train.tasks.speech.data.manifest import (
     Utterance,
     clean,
     pruned,
     rows,
     write_manifest,
 )
-from oktopk.train.data.problems import DataError
+from oktopk.train.tasks.speech.data.problems import DataError
 from oktopk.utils.files import FileError, read_text
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from oktopk.train.data.problems import DataError, extra
+from oktopk.train.tasks.speech.data.problems import DataError, extra
 from oktopk.utils.files import is_file, single_line
 
 RATE = 16_000

@@ -13,9 +13,9 @@ from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
-from oktopk.train.data.audio import duration, read_audio, silent
-from oktopk.train.data.labels import unknown
-from oktopk.train.data.problems import DataError
+from oktopk.train.tasks.speech.data.audio import duration, read_audio, silent
+from oktopk.train.tasks.speech.data.labels import unknown
+from oktopk.train.tasks.speech.data.problems import DataError
 from oktopk.utils.files import (
     FileError,
     is_file,

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from oktopk.train.data.audio import (
+from oktopk.train.tasks.speech.data.audio import (
     RATE,
     byte_order,
     read_audio,
@@ -19,8 +19,8 @@ from oktopk.train.data.audio import (
     silent,
     write_wav,
 )
-from oktopk.train.data.labels import unknown
-from oktopk.train.data.manifest import (
+from oktopk.train.tasks.speech.data.labels import unknown
+from oktopk.train.tasks.speech.data.manifest import (
     Utterance,
     check,
     clean,
@@ -30,7 +30,7 @@ from oktopk.train.data.manifest import (
     speaker,
     write_manifest,
 )
-from oktopk.train.data.problems import DataError
+from oktopk.train.tasks.speech.data.problems import DataError
 from oktopk.utils.files import (
     FileError,
     error_summary,

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oktopk.train.data.audio import read_audio
-from oktopk.train.data.manifest import Utterance
-from oktopk.train.data.problems import DataError
+from oktopk.train.tasks.speech.data.audio import read_audio
+from oktopk.train.tasks.speech.data.manifest import Utterance
+from oktopk.train.tasks.speech.data.problems import DataError
 
 WINDOW, HOP = 320, 160
 BINS = WINDOW // 2 + 1

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from oktopk.train.data.labels import BLANK, decode
+from oktopk.train.tasks.speech.data.labels import BLANK, decode
 
 
 def greedy(log_probs: Tensor, lengths: Tensor) -> list[str]:

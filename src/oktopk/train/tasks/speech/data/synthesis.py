@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator, default_rng
 
-from oktopk.train.data import espeak
-from oktopk.train.data.audio import RATE, write_wav
-from oktopk.train.data.manifest import Utterance, write_manifest
-from oktopk.train.data.problems import DataError, extra
-from oktopk.train.data.sentences import sentence
+from oktopk.train.tasks.speech.data import espeak
+from oktopk.train.tasks.speech.data.audio import RATE, write_wav
+from oktopk.train.tasks.speech.data.manifest import Utterance, write_manifest
+from oktopk.train.tasks.speech.data.problems import DataError, extra
+from oktopk.train.tasks.speech.data.sentences import sentence
 
 TRAIN, TEST, SEED = 800, 100, 1
 MOST = 10**6

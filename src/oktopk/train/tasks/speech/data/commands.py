@@ -7,16 +7,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from oktopk.train.data.an4 import convert
-from oktopk.train.data.manifest import (
+from oktopk.train.tasks.speech.data.an4 import convert
+from oktopk.train.tasks.speech.data.manifest import (
     check,
     find_manifests,
     read_manifest,
     speaker,
 )
-from oktopk.train.data.problems import DataError
-from oktopk.train.data.repair import repair
-from oktopk.train.data.synthesis import synthesize_corpus
+from oktopk.train.tasks.speech.data.problems import DataError
+from oktopk.train.tasks.speech.data.repair import repair
+from oktopk.train.tasks.speech.data.synthesis import synthesize_corpus
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,0 +1,176 @@
+"""A cluster in a box: a network namespace per worker, connected by a bridge, each link shaped.
+
+Everything is made inside namespaces that belong to the command (`unshare`). So nothing of the
+machine changes, and the kernel removes it all when the last process has ended, in whatever way.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+from oktopk.errors import LaunchError
+from oktopk.launch.local_workers import run_local_workers
+
+INSIDE = "OKTOPK_NETWORK"
+"""The variable that processes inside the namespaces have."""
+SWITCH, DEVICE = "switch", "eth0"
+BURST = 131_072  # bytes; with less than a timer tick of a fast link, tbf would not reach its rate
+LATENCY = "200ms"  # of a full queue: long enough that TCP loses no packets
+UNSHAPED = "none"
+TOOLS = ("unshare", "ip", "tc")
+RATE = re.compile(r"(\d+(?:\.\d+)?)[kmgt]?bit", re.ASCII)
+DELAY = re.compile(r"(\d+(?:\.\d+)?)(?:us|ms|s)", re.ASCII)
+
+
+class NetworkError(LaunchError):
+    """The network could not be made."""
+
+
+def check_rate(rate: str) -> None:
+    """Raise ValueError unless `tc` accepts the rate."""
+    found = RATE.fullmatch(rate)
+    if rate != UNSHAPED and (found is None or float(found[1]) == 0):
+        raise ValueError(f"a rate is none, or as in 1gbit, 200mbit or 1.5gbit, got {rate!r}")
+
+
+def check_network(text: str) -> None:
+    """Raise ValueError unless the text is a rate, or a rate and a delay as in `50mbit:20ms`."""
+    rate, colon, delay = text.partition(":")
+    try:
+        check_rate(rate)
+    except ValueError as error:
+        raise ValueError(f"network: {error}") from None
+    if colon and DELAY.fullmatch(delay) is None:
+        raise ValueError(f"network: a delay is as in 20ms or 500us, got {delay!r} in {text!r}")
+
+
+def run_workers_in_network(workers: int, argv: list[str], network: str) -> int:
+    """Run `oktopk ARGV...` as local workers in a network; return the exit code of the job.
+
+    This process is replaced by the same command inside namespaces, which then starts the workers.
+    Where namespaces are not permitted, the workers run on this machine's own network, and a line on
+    stderr says so. A delay that cannot be made is a NetworkError.
+    """
+    enter(argv, network)
+    if not inside():
+        sys.stderr.write(
+            f"no network of {network} here: {why_not()}; the workers run on this machine's own "
+            "network, unshaped\n"
+        )
+        return run_local_workers(workers, argv)
+    address = build(workers)
+    shape(workers, network)
+    os.environ["GLOO_SOCKET_IFNAME"] = DEVICE  # of the workers
+    return run_local_workers(workers, argv, address=address, prefix=prefix)
+
+
+def enter(argv: list[str], network: str) -> None:
+    """Replace this process by the same command inside namespaces; return if that is impossible."""
+    if inside():
+        return
+    unshare = _unshare()
+    if unshare is None:
+        return
+    if ":" in network and not _trial(unshare, "tc qdisc add dev trial root netem delay 1ms"):
+        raise NetworkError(
+            f"network {network}: this kernel cannot delay packets (it has no netem): give the rate "
+            f"alone, as in {network.partition(':')[0]}"
+        )
+    sys.stdout.flush()
+    os.environ[INSIDE] = network
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it would warn that names are unknown
+    os.execvp(unshare[0], [*unshare, sys.executable, "-m", "oktopk", *argv])
+
+
+def inside() -> str:
+    """The network that this process runs in; empty outside of namespaces."""
+    return os.environ.get(INSIDE, "")
+
+
+def why_not() -> str:
+    """Return why there are no namespaces here, as a sentence."""
+    missing = [tool for tool in TOOLS if not shutil.which(tool)]
+    if missing:
+        return f"{', '.join(missing)} not found (Debian: util-linux, iproute2)"
+    return "the system does not permit network namespaces"
+
+
+def _unshare() -> list[str] | None:
+    """Return the command that makes namespaces, as root or as any user; None if neither works."""
+    if any(not shutil.which(tool) for tool in TOOLS):
+        return None
+    for rights in ([], ["--user", "--map-root-user"]):
+        command = ["unshare", *rights, "--net", "--mount"]
+        if _trial(command, "true"):
+            return command
+    return None
+
+
+def _trial(unshare: list[str], further: str) -> bool:
+    """Whether a bridge can be made in new namespaces, and a further command succeeds there."""
+    commands = f"mount -t tmpfs none /run && ip link add trial type bridge && {further}"
+    trial = [*unshare, "sh", "-c", commands]
+    return subprocess.run(trial, capture_output=True, check=False).returncode == 0
+
+
+def build(workers: int) -> str:
+    """Make the bridge and a namespace per worker; return the address of this process."""
+    _run("mount -t tmpfs none /run")
+    _run(f"ip netns attach {SWITCH} {os.getpid()}")
+    _run("ip link set lo up")
+    _run("ip link add bridge type bridge")
+    _run("ip address add 10.77.255.254/16 dev bridge")
+    _run("ip link set bridge up")
+    for rank in range(workers):
+        space = namespace(rank)
+        _run(f"ip netns add {space}")
+        _run(f"ip link add port{rank} type veth peer name {DEVICE} netns {space}")
+        _run(f"ip link set port{rank} master bridge up")
+        _run(f"ip -n {space} link set lo up")
+        _run(f"ip -n {space} address add 10.77.{rank // 250}.{rank % 250 + 1}/16 dev {DEVICE}")
+        _run(f"ip -n {space} link set {DEVICE} up")
+    return "10.77.255.254"
+
+
+def namespace(rank: int) -> str:
+    return f"worker{rank}"
+
+
+def prefix(rank: int) -> list[str]:
+    """Return what goes before a command to run it in a worker's namespace."""
+    return ["ip", "netns", "exec", namespace(rank)]
+
+
+def shape(workers: int, network: str) -> None:
+    """Limit every link to a rate in both directions, and delay what workers send.
+
+    `none` removes the limit.
+    """
+    rate, _, delay = network.partition(":")
+    for rank in range(workers):
+        for space, device in ((namespace(rank), DEVICE), (SWITCH, f"port{rank}")):
+            if rate == UNSHAPED:
+                # this fails if the link was never shaped
+                _run(f"tc -n {space} qdisc del dev {device} root", must=False)
+            else:
+                limit = f"rate {rate} burst {BURST} latency {LATENCY}"
+                _run(f"tc -n {space} qdisc replace dev {device} root handle 1: tbf {limit}")
+        if delay:
+            worker = namespace(rank)
+            _run(f"tc -n {worker} qdisc add dev {DEVICE} parent 1:1 handle 10: netem delay {delay}")
+
+
+def bytes_sent(device: str) -> int:
+    """Return the bytes that an interface has sent, by the kernel's counter."""
+    with open(f"/sys/class/net/{device}/statistics/tx_bytes") as counter:
+        return int(counter.read())
+
+
+def _run(command: str, *, must: bool = True) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+    if must and done.returncode:
+        raise NetworkError(f"{command}: {done.stderr.strip()}")

@@ -1,0 +1,63 @@
+"""Settings as fields of dataclasses, with help texts and bounds that are checked when one is made.
+
+`Config` and the options of every task consist of them. An error names the field and its value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import Field, field, fields
+from typing import Any
+
+from oktopk.train.bounds import check_type, shown
+
+Bounds = tuple[float, float, str]
+"""The least and the largest value, and why there is a largest."""
+
+
+def option(
+    default: Any,
+    text: str,
+    *choices: str,
+    bounds: Bounds | None = None,
+    fixed: bool = False,
+    harmless: bool = False,
+) -> Any:
+    """A field with the help text of its flag.
+
+    A `fixed` one cannot change when a run is resumed, because the saved weights depend on it. A
+    `harmless` one may change without a flag, because the training stays the same.
+    """
+    metadata = {"help": text, "choices": choices or None, "bounds": bounds}
+    return field(default=default, metadata=metadata | {"fixed": fixed, "harmless": harmless})
+
+
+def specs_of(kind: type) -> dict[str, Field[Any]]:
+    """The settings of a dataclass, by name."""
+    return {spec.name: spec for spec in fields(kind) if "help" in spec.metadata}
+
+
+def check_options(settings: Any) -> None:
+    """Check type, choices and bounds of every field. ValueError names the first that is wrong."""
+    check_types(settings)
+    for name, spec in specs_of(type(settings)).items():
+        if spec.metadata["bounds"] is not None:
+            check_bounds(name, getattr(settings, name), spec.metadata["bounds"])
+
+
+def check_types(settings: Any) -> None:
+    """Check type and choices of every field."""
+    for name, spec in specs_of(type(settings)).items():
+        value = getattr(settings, name)
+        check_type(name, value, type(spec.default))
+        choices = spec.metadata["choices"]
+        if choices and value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {shown(value)}")
+
+
+def check_bounds(name: str, value: float, bounds: Bounds) -> None:
+    """ValueError if the value is below the least or above the largest."""
+    least, most, why = bounds
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {shown(value)}")
+    if value > most:
+        raise ValueError(f"{name} must be at most {most:g} ({why}), got {shown(value)}")

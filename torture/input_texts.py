@@ -71,7 +71,7 @@ def config_value(desk: Desk) -> Input:
 
 def flags(desk: Desk) -> Input:
     """Any command with odd values of its flags; what it would start is stubbed."""
-    whole, words = cli.parser(), []
+    whole, words = cli.parser([]), []
     while isinstance(commands := _below(whole), dict):
         name = desk.rng.choice(list(commands))
         words, whole = [*words, name], commands[name]

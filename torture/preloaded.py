@@ -4,5 +4,5 @@ import oktopk.cli
 import torture.inputs  # noqa: F401
 from torture.ranks import warm_kernels
 
-oktopk.cli.parser()
+oktopk.cli.parser([])
 warm_kernels()

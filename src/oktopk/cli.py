@@ -6,13 +6,14 @@ import argparse
 import io
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
 from oktopk.errors import ExchangeError
 from oktopk.launch.parent_watchdog import watch_parent
 from oktopk.methods import METHODS
-from oktopk.train.config import nearest, shipped, specs
+from oktopk.train.config import nearest, shipped
 from oktopk.train.flags import add_flags as add_train_flags
 from oktopk.train.flags import task_of
 from oktopk.train.tasks.registry import TASKS
@@ -71,8 +72,12 @@ def train(args: argparse.Namespace) -> int:
     return command(args, sys.argv[1:], report)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of all commands; each has its own help with an example."""
+def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of all commands; each has its own help with an example.
+
+    The command line `argv` is needed beforehand: which flags a training has depends on its task.
+    """
+    task = task_of(argv)
     main = argparse.ArgumentParser(prog="oktopk", description=__doc__)
     main.add_argument("--version", action="version", version=__version__)
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -100,8 +105,8 @@ def parser() -> argparse.ArgumentParser:
     test.set_defaults(run=check)
     _add_bench(commands)
     _add_data(commands)
-    _add_train(commands)
-    _add_runs(commands)
+    _add_train(commands, task)
+    _add_runs(commands, task)
     return main
 
 
@@ -153,8 +158,7 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
     _add_lists(actions)
 
 
-def _add_train(commands: argparse._SubParsersAction) -> None:
-    task = task_of(sys.argv[1:])
+def _add_train(commands: argparse._SubParsersAction, task: str) -> None:
     trainer = commands.add_parser(
         "train",
         help=f"train a task: {', '.join(TASKS)}, or one of your own",
@@ -174,7 +178,8 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         help="continue from the last checkpoint of the run, if it has one",
     )
     add_train_flags(trainer, task)
-    trainer.set_defaults(run=train, known=[f"--{name.replace('_', '-')}" for name in specs(task)])
+    known_flags = [flag for action in trainer._actions for flag in action.option_strings]
+    trainer.set_defaults(run=train, known=known_flags)
 
 
 # commands on runs: help and an example; oktopk.NAME.command has their flags and their code
@@ -198,12 +203,12 @@ RUNS = {
 }
 
 
-def _add_runs(commands: argparse._SubParsersAction) -> None:
+def _add_runs(commands: argparse._SubParsersAction, task: str) -> None:
     for name, (text, example) in RUNS.items():
         module = import_module(f"oktopk.{name}.command")
         added = commands.add_parser(name, help=text, epilog=example, allow_abbrev=False)
-        module.add_flags(added)
-        known = module.known_flags() if hasattr(module, "known_flags") else []
+        module.add_flags(added, task)
+        known = [flag for action in added._actions for flag in action.option_strings]
         added.set_defaults(run=module.command, known=known)
 
 
@@ -236,7 +241,7 @@ def main() -> None:
     watch_parent()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have bytes that are not text
         sys.stdout.reconfigure(errors="backslashreplace")
-    whole = parser()
+    whole = parser(sys.argv[1:])
     args, unknown = whole.parse_known_args()
     if unknown:
         hint = nearest(unknown[0].split("=")[0], getattr(args, "known", []))

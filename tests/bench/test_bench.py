@@ -147,7 +147,7 @@ def test_misuse_is_told_at_once():
 )
 def test_flags_that_cannot_be(flags, says):
     with pytest.raises(LaunchError, match=says):
-        command(parser().parse_args(["bench", *flags]), [])
+        command(parser([]).parse_args(["bench", *flags]), [])
 
 
 def test_everything_kept_is_a_cost_too():

@@ -49,5 +49,5 @@ def test_check_says_what_a_launcher_left_out():
 @pytest.mark.parametrize("command", ["methods", "check"])
 def test_every_command_has_help_with_an_example(command, capsys):
     with pytest.raises(SystemExit) as left:
-        parser().parse_args([command, "--help"])
+        parser([]).parse_args([command, "--help"])
     assert left.value.code == 0 and "example" in capsys.readouterr().out

@@ -68,7 +68,7 @@ def test_every_method_at_every_density_but_dense_once():
 def test_flags_make_the_same_config_again(monkeypatch):
     wanted = with_settings(load("quickstart"), name="x", runs="r", lr=0.1, augment=False)
     monkeypatch.setattr(sys, "argv", ["oktopk"])
-    args = cli.parser().parse_args(["train", *run_process.flags(wanted, "quickstart")])
+    args = cli.parser([]).parse_args(["train", *run_process.flags(wanted, "quickstart")])
     from oktopk.train.command import resolve
 
     assert resolve(args) == wanted

@@ -46,7 +46,7 @@ def check(words: list[str]) -> None:
 def check_oktopk(words: list[str]) -> None:
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
-            args = parser().parse_args(words[1:])
+            args = parser(words[1:]).parse_args(words[1:])
         except SystemExit:
             raise AssertionError(said.getvalue()) from None
     if getattr(args, "config", None):
@@ -114,7 +114,7 @@ CHECKS = {
 
 def check_flags(words: list[str]) -> None:
     """Every flag of a command that may lack its other arguments."""
-    commands = parser()
+    commands = parser([])
     flags: set[str] = set()
     for word in words[1:]:
         actions = commands._actions

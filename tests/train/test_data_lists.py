@@ -31,7 +31,7 @@ REAL = Path(__file__).parents[3] / "shared" / "an4"
 
 
 def command(*words: object) -> int:
-    args = parser().parse_args(["data", *map(str, words)])
+    args = parser([]).parse_args(["data", *map(str, words)])
     return args.run(args)
 
 
@@ -279,7 +279,7 @@ def test_every_action_has_help_with_an_example(capsys, action):
 
 def test_other_commands_need_no_extra():
     code = (
-        "import sys, oktopk.cli; oktopk.cli.parser();"
+        "import sys, oktopk.cli; oktopk.cli.parser([]);"
         "print({'soundfile', 'espeakng_loader', 'jiwer', 'rich'} & sys.modules.keys())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -120,18 +120,18 @@ def test_voices_in_a_deep_folder_are_found(tmp_path, monkeypatch):
 
 def test_the_command_speaks_and_reports(tmp_path, capsys):
     words = ["data", "speak", "--train", "5", "--test", "2", "--out", str(tmp_path)]
-    args = parser().parse_args(words)
+    args = parser([]).parse_args(words)
     assert args.run(args) == 0
     said = capsys.readouterr().out
     assert "train  5 utterances" in said and "test   2 utterances" in said and str(tmp_path) in said
-    args = parser().parse_args([*words, "--train", "0"])
+    args = parser([]).parse_args([*words, "--train", "0"])
     assert args.run(args) == 1
     assert "cannot speak 0 training" in capsys.readouterr().err
-    args = parser().parse_args([*words, "--seed", "-1"])
+    args = parser([]).parse_args([*words, "--seed", "-1"])
     assert args.run(args) == 1
     assert "the seed must not be negative, got -1" in capsys.readouterr().err
 
 
 def test_the_command_and_the_function_have_the_same_defaults():
-    args = parser().parse_args(["data", "speak"])
+    args = parser([]).parse_args(["data", "speak"])
     assert (args.train, args.test, args.seed) == (synthesis.TRAIN, synthesis.TEST, synthesis.SEED)

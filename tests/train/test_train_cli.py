@@ -222,7 +222,7 @@ def test_the_newest_run_with_a_checkpoint_is_resumed(tmp_path):
     assert latest_number(tmp_path, "a") == 3 and latest_resumable(tmp_path, "a") == 2
     assert create_run_directory(tmp_path, "a", resume=True) == 2
     assert create_run_directory(tmp_path, "a", resume=False) == 4
-    args = cli.parser().parse_args(["train", "--runs", str(tmp_path), "--name", "a", "--resume"])
+    args = cli.parser([]).parse_args(["train", "--runs", str(tmp_path), "--name", "a", "--resume"])
     assert resolve(args).lr == 0.25
 
 

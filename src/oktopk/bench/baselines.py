@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 import torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks as debugging_hooks
-import torch.distributed.algorithms.ddp_comm_hooks.default_hooks as default_hooks
-import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as powersgd
-from torch import Tensor
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.adapters.ddp.attach import attach
 from oktopk.adapters.ddp.handle import Handle
+from oktopk.baselines.hooks import HOOKS, BytesSent, Hook, dense_bytes, without_state
 from oktopk.bench.shapes import Shapes
-from oktopk.comm.ledger import dense_allreduce
 from oktopk.methods import METHODS
 from oktopk.wire.codec import CodecName
 
 NOOP, DENSE = "noop", "ddp_dense"
 ONE_BUCKET = 2**20  # MB
-MIN_COMPRESSION = 2  # PowerSGD's own default: it compresses what becomes at least this much smaller
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +29,6 @@ class BenchSettings:
 
 Attach = Callable[[DistributedDataParallel, BenchSettings], Handle | None]
 """Attaches an exchange to a model; returns a handle if it is one of ours."""
-BytesSent = Callable[[Shapes, int], int]
-"""Returns the bytes that a rank sends in a step, from the tensors' shapes and the world size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,46 +50,17 @@ def _no_bytes(_: Shapes, __: int) -> int:
     return 0
 
 
-def _dense_bytes(itemsize: int) -> BytesSent:
-    def bytes_sent(shapes: Shapes, size: int) -> int:
-        numel = sum(torch.Size(shape).numel() for shape in shapes)
-        return dense_allreduce(itemsize * numel, size).sent
-
-    return bytes_sent
-
-
-def _without_hook(_: DistributedDataParallel, __: BenchSettings) -> None:
-    """Leave DDP as it is."""
-
-
-def _with_hook(hook: Callable[[Any, Any], Future[Tensor]]) -> Attach:
-    """Register a communication hook of PyTorch that has no state."""
+def _hook(hook: Hook, *, bucket_mb: float | None = None, settling_steps: int = 2) -> BenchCase:
+    """Measure a communication hook of PyTorch, without dense steps at the start."""
 
     def attach_hook(model: DistributedDataParallel, _: BenchSettings) -> None:
-        model.register_comm_hook(None, hook)
-
-    return attach_hook
-
-
-def _powersgd(rank: int) -> BenchCase:
-    def attach_hook(model: DistributedDataParallel, _: BenchSettings) -> None:
-        logging.getLogger(powersgd.__name__).setLevel(logging.WARNING)
-        state = powersgd.PowerSGDState(None, rank, start_powerSGD_iter=2)
-        model.register_comm_hook(state, powersgd.powerSGD_hook)
-
-    def bytes_sent(shapes: Shapes, size: int) -> int:
-        """Count two factors for every matrix that they make small enough, and the rest dense."""
-        total = 0
-        for shape in shapes:
-            numel = torch.Size(shape).numel()
-            rows = shape[0]
-            factors = (rows + numel // rows) * rank
-            compressed = len(shape) > 1 and factors * MIN_COMPRESSION < numel
-            total += factors if compressed else numel
-        return dense_allreduce(4 * total, size).sent
+        hook.register(model, 0)
 
     return BenchCase(
-        attach=attach_hook, bytes_sent=bytes_sent, bucket_mb=ONE_BUCKET, settling_steps=4
+        attach=attach_hook,
+        bytes_sent=hook.bytes_sent,
+        bucket_mb=bucket_mb,
+        settling_steps=settling_steps,
     )
 
 
@@ -114,16 +75,18 @@ def _method(name: str) -> BenchCase:
             wire=settings.wire,
         )
 
-    return BenchCase(attach=attach_method, bytes_sent=_dense_bytes(4), settling_steps=6)
+    return BenchCase(attach=attach_method, bytes_sent=dense_bytes(4), settling_steps=6)
 
 
-BASELINES: dict[str, BenchCase] = {
-    NOOP: BenchCase(attach=_with_hook(debugging_hooks.noop_hook), bytes_sent=_no_bytes),
-    DENSE: BenchCase(attach=_without_hook, bytes_sent=_dense_bytes(4)),
-    "ddp_fp16": BenchCase(
-        attach=_with_hook(default_hooks.fp16_compress_hook), bytes_sent=_dense_bytes(2)
-    ),
-    "ddp_powersgd_r1": _powersgd(1),
-    "ddp_powersgd_r4": _powersgd(4),
+NOOP_HOOK = Hook(without_state(debugging_hooks.noop_hook), _no_bytes)
+CASES: dict[str, BenchCase] = {
+    NOOP: _hook(NOOP_HOOK),
+    DENSE: _hook(HOOKS[DENSE]),
+    "ddp_fp16": _hook(HOOKS["ddp_fp16"]),
+    # in one bucket, where its orthogonalization is called least often
+    **{
+        name: _hook(HOOKS[name], bucket_mb=ONE_BUCKET, settling_steps=4)
+        for name in ("ddp_powersgd_r1", "ddp_powersgd_r4")
+    },
+    **{name: _method(name) for name in METHODS},
 }
-CASES: dict[str, BenchCase] = BASELINES | {name: _method(name) for name in METHODS}

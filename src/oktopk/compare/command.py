@@ -27,10 +27,10 @@ from oktopk.compare.verdict import verdict
 from oktopk.report.texttable import markdown
 from oktopk.runlog.reader import RunLog, read_runlog
 from oktopk.runlog.run_directory import METRICS_FILE, lock
-from oktopk.train.config import Config, specs
+from oktopk.train.config import Config
 from oktopk.train.console import print_line
 from oktopk.train.flags import add_flags as add_train_flags
-from oktopk.train.flags import load_with_flags, task_of
+from oktopk.train.flags import load_with_flags
 from oktopk.train.preflight import check_before_start
 from oktopk.train.run_process import (
     directory_of,
@@ -51,20 +51,14 @@ REFERENCES = ("ddp_dense", "dense")
 """Methods that the others are compared with: the first that has a run."""
 
 
-def known_flags() -> list[str]:
-    """The flags of the command, for a hint at a mistyped one."""
-    names = (*specs(task_of(sys.argv[1:])), *LISTS, "metric", "config")
-    return [f"--{name.replace('_', '-')}" for name in names]
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser, task: str) -> None:
     """The flags of `oktopk compare`, and all those of `oktopk train`."""
     parser.add_argument("--methods", help="comma-separated (default: dense and the config's)")
     parser.add_argument("--densities", help="comma-separated (default: the config's)")
     parser.add_argument("--seeds", help="comma-separated (default: the config's)")
     parser.add_argument("--metric", help="what the figures show (default: the task's first)")
     parser.add_argument("--config", help="as for oktopk train")
-    add_train_flags(parser, task_of(sys.argv[1:]), without=("name",))
+    add_train_flags(parser, task, without=("name",))
     parser.add_argument("--name", default=NAME, help="folder in RUNS, with a folder for each run")
 
 

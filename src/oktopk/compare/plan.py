@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+from oktopk.baselines.names import BASELINE_NAMES
 from oktopk.errors import RunError
 from oktopk.runlog.run_directory import CONFIG_FILE, METRICS_FILE
 from oktopk.train.config import Config, changes, load_run
@@ -23,18 +24,23 @@ SWEEP = "sweep.json"
 def plan(
     base: Config, methods: Iterable[str], densities: Iterable[float], seeds: Iterable[int]
 ) -> list[Config]:
-    """All combinations, but one dense run for each seed, as density has no effect on it."""
+    """All combinations, but one run for each seed where density has no effect."""
     runs = {}
     for seed, method, density in product(seeds, methods, densities):
-        kept = base.density if method == "dense" else density
+        kept = density if has_density(method) else base.density
         name = setting_name(method, kept, seed)
         runs[name] = replace(base, name=name, method=method, density=kept, seed=seed)
     return list(runs.values())
 
 
+def has_density(method: str) -> bool:
+    """Whether a method keeps a part of the gradient."""
+    return method != "dense" and method not in BASELINE_NAMES
+
+
 def setting_name(method: str, density: float, seed: int) -> str:
     """`dense`, `oktopk-0.02`, `oktopk-0.02-s1`. A later call finds the run by this name."""
-    name = method if method == "dense" else f"{method}-{density:g}"
+    name = f"{method}-{density:g}" if has_density(method) else method
     return f"{name}-s{seed}" if seed else name
 
 

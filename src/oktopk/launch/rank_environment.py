@@ -10,6 +10,9 @@ from pathlib import Path
 from oktopk.errors import LaunchError
 from oktopk.utils.files import FileError, read_text, single_line
 
+LOCAL_LAUNCHER = "oktopk"
+"""The launcher of workers that a command of ours has started on this machine."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
@@ -49,7 +52,7 @@ class LauncherVariables:
 
 # The inner launcher comes first: torchrun may run under srun, mpirun in a SLURM or PBS job.
 LAUNCHERS = {
-    "oktopk": LauncherVariables(
+    LOCAL_LAUNCHER: LauncherVariables(
         ("OKTOPK_RANK",), ("OKTOPK_SIZE",), ("OKTOPK_RANK",), ("OKTOPK_SIZE",)
     ),
     "torchrun": LauncherVariables(

@@ -13,9 +13,8 @@ from oktopk.runlog.run_directory import lock
 from oktopk.sweep.loop import sweep
 from oktopk.sweep.plan import Plan, store_or_compare
 from oktopk.sweep.space import SEARCHED, add_ranges, parse
-from oktopk.train.config import specs
 from oktopk.train.flags import add_flags as add_train_flags
-from oktopk.train.flags import load_with_flags, task_of
+from oktopk.train.flags import load_with_flags
 from oktopk.train.preflight import check_before_start
 from oktopk.train.run_process import exit_code_of
 from oktopk.train.tasks.registry import find_metric
@@ -25,16 +24,9 @@ NAME = "sweep"
 TRIALS = 20
 MOST = 1e6
 """The largest budget, in trials or minutes; a million minutes are two years."""
-OWN = ("config", "trials", "minutes", "metric", "no-prune")
 
 
-def known_flags() -> list[str]:
-    """The flags of the command, for a hint at a mistyped one."""
-    names = (*specs(task_of(sys.argv[1:])), *OWN)
-    return [f"--{name.replace('_', '-')}" for name in names]
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser, task: str) -> None:
     """The flags of `oktopk sweep`, and those of `oktopk train`, some of them as ranges."""
     parser.add_argument(
         "--trials", type=int, help=f"of the sweep, earlier calls included ({TRIALS})"
@@ -50,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", help="as for oktopk train")
     add_ranges(parser)
-    add_train_flags(parser, task_of(sys.argv[1:]), without=("name", "keep", *SEARCHED))
+    add_train_flags(parser, task, without=("name", "keep", *SEARCHED))
     parser.add_argument("--name", default=NAME, help="folder in RUNS, with a folder for each trial")
     parser.add_argument("--keep", type=int, default=1, help="checkpoints of a trial (%(default)s)")
 

@@ -36,6 +36,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "density": (0.0, 1.0, "it is a fraction"),
     "warmup_steps": (0, MANY, MANY_STEPS),
     "ramp_steps": (0, MANY, MANY_STEPS),
+    "every": (1, MANY, MANY_STEPS),
     "exact_every": (1, MANY, MANY_STEPS),
     "bounds_every": (1, MANY, MANY_STEPS),
     "validate_every": (1, 10**6, "more epochs than any run takes"),

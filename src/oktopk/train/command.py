@@ -9,7 +9,11 @@ from pathlib import Path
 from oktopk.errors import RunError
 from oktopk.launch import network
 from oktopk.launch.local_workers import num_workers_to_start, run_local_workers
-from oktopk.launch.rank_environment import SINGLE_RANK, read_rank_environment
+from oktopk.launch.rank_environment import (
+    LOCAL_LAUNCHER,
+    SINGLE_RANK,
+    read_rank_environment,
+)
 from oktopk.runlog.run_directory import (
     CONFIG_FILE,
     latest_number,
@@ -33,7 +37,7 @@ def command(args: argparse.Namespace, argv: list[str], write_report: ReportWrite
         sys.stderr.write(f"oktopk train: {error}\n")
         return 2
     env = read_rank_environment()
-    if config.network and env is not None and env.world_size > 1 and not network.inside():
+    if config.network and env is not None and env.launcher != LOCAL_LAUNCHER and env.world_size > 1:
         sys.stderr.write(
             f"oktopk train: --network {config.network} is for workers on one machine that this "
             f"command starts, and this is {env}: leave it out\n"

@@ -16,6 +16,7 @@ from dataclasses import Field, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
+from oktopk.baselines.names import BASELINE_NAMES
 from oktopk.launch.network import check_network
 from oktopk.methods import METHODS
 from oktopk.optim.presets import FIELDS as PRESET_FIELDS
@@ -97,8 +98,14 @@ class Config:
     clip_after: float = option(400.0, "norm to which the averaged gradient is clipped; 0: off")
 
     method: str = option(
-        "oktopk", "how the workers exchange what they learn", *METHODS, "auto", fixed=True
+        "oktopk",
+        "how the workers exchange what they learn",
+        *METHODS,
+        "auto",
+        *BASELINE_NAMES,
+        fixed=True,
     )
+    every: int = option(32, "steps between exchanges of diloco and post_local_sgd")
     density: float = option(0.02, "fraction of the gradient that is kept")
     wire: str = option("bf16", "how entries are encoded", *get_args(CodecName))
     warmup_steps: int = option(128, "dense steps before the sparse phase")

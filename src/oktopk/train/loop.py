@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from oktopk.comm.process_groups import monitored
 from oktopk.runlog.schema import OVERLAPPED_PARTS, STEP_PARTS, EpochRecord, ValidationRecord
@@ -57,7 +59,7 @@ def train_epoch(
         if _has_steps_left(run):  # after the last step, the end of the epoch saves
             due = config.checkpoint_every and progress.step % config.checkpoint_every == 0
             if due or stop.agreed:
-                check_same_weights(run.model, run.comm, progress.step)
+                _check_weights(run)
                 save(run, recorder, directory)
             stop.raise_if_agreed(progress.step)
     result = _end_epoch(run, recorder, directory, _mean(seconds, progress.index - began_at))
@@ -88,7 +90,7 @@ def _end_epoch(
 ) -> Validation | None:
     config, progress = run.config, run.progress
     recorder.flush()
-    check_same_weights(run.model, run.comm, progress.step)  # before they are validated and saved
+    _check_weights(run)  # before they are validated and saved
     complete = progress.index == run.steps_per_epoch  # a limit may end the epoch early
     recorder.epoch(
         EpochRecord(
@@ -116,7 +118,7 @@ def validate_run(run: Run, recorder: Recorder) -> Validation:
     recorder.flush()  # brings the training time up to date
     result = validate(
         run.task,
-        run.model,
+        _model_to_validate(run),
         run.comm,
         run.device,
         batch=config.validate_batch,
@@ -136,6 +138,24 @@ def validate_run(run: Run, recorder: Recorder) -> Validation:
         )
     )
     return result
+
+
+def _model_to_validate(run: Run) -> nn.Module:
+    """The model; where the ranks have different weights, a copy with their mean."""
+    if run.exchange.weights_agree:
+        return run.model
+    mean = deepcopy(run.model)
+    with torch.no_grad():
+        for parameter in mean.parameters():
+            total = run.comm.all_reduce_(parameter.clone(), stage="validation")
+            parameter.copy_(total / run.comm.size)
+    return mean
+
+
+def _check_weights(run: Run) -> None:
+    """Raise on every rank if one has different weights, unless the exchange lets them differ."""
+    if run.exchange.weights_agree:
+        check_same_weights(run.model, run.comm, run.progress.step)
 
 
 def _train_loss(run: Run) -> float | None:

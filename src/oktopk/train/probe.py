@@ -17,7 +17,6 @@ from oktopk.adapters.ddp.handle import Handle
 from oktopk.comm.communicator import Comm
 from oktopk.methods.selection import top_k
 from oktopk.runlog.schema import ProbeRecord
-from oktopk.stats import StepStats
 
 
 class Probe:
@@ -47,12 +46,13 @@ class Probe:
         due = (step + 1) % self._every == 0
         self._residual = self._flat(self._handle.residuals) if due else None
 
-    def after(self, stats: StepStats) -> ProbeRecord | None:
+    def after(self) -> ProbeRecord | None:
         """Measure the step if it is probed. Called after backward, before gradients are changed.
 
         Collective. The result is the same on every rank, except for the ages.
         """
-        if stats.skipped:
+        stats = self._handle.stats
+        if stats is None or stats.skipped:
             return None
         started = time.perf_counter()
         applied = self._flat({n: p.grad for n, p in self._parameters.items() if p.grad is not None})

@@ -207,8 +207,8 @@ class Recorder:
                     for name, parameter in self._run.model.named_parameters()
                     if parameter.grad is not None
                 }
-                residuals = self._run.handle.residuals
-                sent = {s: dict(n) for s, n in self._run.handle.comm.ledger.sizes.items()}
+                residuals = self._run.exchange.residuals
+                sent = self._run.exchange.message_sizes
                 self._sinks.runlog.write(
                     tensors_record(step, gradients, residuals),
                     MessagesRecord(step=step, sent=sent),
@@ -234,7 +234,7 @@ class Recorder:
             return
         if kind is not None:
             stopped = issubclass(kind, StoppedError | KeyboardInterrupt)
-            text = str(self._run.handle.failure or error) or kind.__name__
+            text = str(self._run.exchange.failure or error) or kind.__name__
             end = EndRecord(how="stopped" if stopped else "failed", text=text)
             with suppress(OSError):
                 self._sinks.runlog.write(*self._warnings.take(self._run.progress.step), end)

@@ -72,10 +72,16 @@ class RankState(msgspec.Struct, frozen=True):
 
 
 def save(run: Run, recorder: Recorder, directory: Path) -> None:
-    """Save a checkpoint and delete the oldest. Collective."""
+    """Save a checkpoint and delete the oldest. Collective.
+
+    A baseline is not saved: PyTorch's hooks have no state dicts that could be restored.
+    """
     recorder.flush()
+    state = run.exchange.state_dict()
+    if state is None:
+        return
     own = {
-        "handle": run.handle.state_dict(),
+        "handle": state,
         "buffers": dict(run.model.named_buffers()),
         "random": torch.get_rng_state(),
         "progress": asdict(run.progress),
@@ -120,7 +126,9 @@ def restore(run: Run, path: Path, given: Collection[str]) -> int:
         run.model.load_state_dict(common.model)
         run.model.load_state_dict(mine.buffers, strict=False)
         run.optimizer.load_state_dict(common.optimizer)
-        run.handle.load_state_dict(mine.handle if same_size else [state.handle for state in states])
+        handle = run.exchange.handle
+        assert handle is not None, "a baseline has no checkpoints"
+        handle.load_state_dict(mine.handle if same_size else [state.handle for state in states])
         torch.set_rng_state(mine.random)
         if run.device.type == "cuda" and mine.cuda_random is not None:
             torch.cuda.set_rng_state(mine.cuda_random, run.device)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from oktopk.baselines.names import BASELINE_NAMES
 from oktopk.comm.communicator import Comm
 from oktopk.errors import RunError
 from oktopk.launch.process_group import job_comm, job_process_group
@@ -90,7 +91,7 @@ def run_training(
                 )
                 return directory, *run_recorded(directory, run, metrics_bytes, warnings, started)
         finally:
-            run.handle.close()
+            run.exchange.close()
 
 
 def write_config(run: Run, directory: Path) -> None:
@@ -112,11 +113,11 @@ def run_recorded(
             recorder.end(totals, time.monotonic() - started)
         return result, totals
     except RuntimeError as error:
-        if run.handle.failure is None:
+        if run.exchange.failure is None:
             raise
         # DDP wraps the failure of the exchange in a message of its own
         advice = f"; {RESUME_ADVICE}" if has_checkpoint(directory) else ""
-        raise RunError(f"{run.handle.failure}{advice}") from error
+        raise RunError(f"{run.exchange.failure}{advice}") from error
 
 
 @contextmanager
@@ -189,7 +190,9 @@ def start_message(run: Run, directory: Path) -> str:
 
 def _phases(run: Run) -> str:
     config, dense = run.config, min(run.config.warmup_steps, run.total_steps)
-    method = run.handle.settings.method
+    method = run.exchange.settings["method"]
+    if method in BASELINE_NAMES:
+        return f"exchanged by {method}"
     if method == "dense" or dense == run.total_steps:
         return "all of them dense"
     ramp = f"{config.ramp_steps} from 25 % down, " if config.ramp_steps else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ def run_record(run: Run) -> RunRecord:
         size=run.comm.size,
         total_steps=run.total_steps,
         steps_per_epoch=run.steps_per_epoch,
-        settings=asdict(run.handle.settings),
+        settings=run.exchange.settings,
         changed={name: list(pair) for name, pair in run.changed.items()},
         task=task_info(run),
         target=str(run.target) if run.target else None,

@@ -1,18 +1,15 @@
-"""Set up a run: the task, the model in DDP with oktopk attached, the optimizer."""
+"""Set up a run: the task, the model, the optimizer and the exchange."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-import oktopk
 from oktopk.adapters.ddp.handle import Handle
 from oktopk.comm.communicator import Comm
 from oktopk.errors import RunError
@@ -21,7 +18,8 @@ from oktopk.runlog.aggregates import RunTotals
 from oktopk.runlog.schema import ProbeRecord
 from oktopk.train.all_or_raise import all_or_raise, check_same_data
 from oktopk.train.config import Config
-from oktopk.train.preset_options import parse_overrides, preset_options
+from oktopk.train.exchange import Exchange, make_exchange
+from oktopk.train.preset_options import parse_overrides
 from oktopk.train.probe import Probe
 from oktopk.train.target import Target, parse_target
 from oktopk.train.tasks.base import Task
@@ -31,11 +29,6 @@ from oktopk.train.validate import Validation
 log = logging.getLogger("oktopk")
 
 BETA1 = 0.9
-# Each rank keeps the batch-norm statistics of its own batches, and validation averages them.
-# torch 2.13 renamed the argument.
-_NAMES = signature(DistributedDataParallel.__init__).parameters
-_OWN = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
-OWN_BUFFERS: dict[str, Any] = {_OWN: False}
 
 
 @dataclass(slots=True)
@@ -72,9 +65,8 @@ class Run:
     env: RankEnvironment
     task: Task
     model: nn.Module
-    ddp: DistributedDataParallel
     optimizer: Optimizer
-    handle: Handle
+    exchange: Exchange
     steps_per_epoch: int
     planned_steps: int
     """Steps of all epochs, which the learning rate schedule is made for."""
@@ -136,21 +128,9 @@ def log_unused_options(config: Config) -> None:
         log.info("%s: without effect, since dense sends everything", ", ".join(overrides))
 
 
-def exchange_options(config: Config) -> dict[str, Any]:
-    """The arguments of `attach` that the config decides."""
-    same_names = ("method", "density", "wire", "warmup_steps", "ramp_steps", "exact_every")
-    same_names += ("bounds_every", "scope", "timeout")
-    options = {name: getattr(config, name) for name in same_names}
-    return (
-        options
-        | preset_options(config.preset, config.overrides)
-        | {"clip_before": config.clip_before or None}
-    )
-
-
-def make_probe(config: Config, model: nn.Module, handle: Handle, comm: Comm) -> Probe | None:
-    """The probe, if the config has one."""
-    if not config.probe_every:
+def make_probe(config: Config, model: nn.Module, handle: Handle | None, comm: Comm) -> Probe | None:
+    """The probe, if the config has one and the exchange selects."""
+    if not config.probe_every or handle is None:
         return None
     return Probe(config.probe_every, dict(model.named_parameters()), handle, comm)
 
@@ -176,20 +156,9 @@ def set_up(config: Config, comm: Comm, device: torch.device, env: RankEnvironmen
     total = min(planned, config.max_steps) if config.max_steps else planned
     torch.manual_seed(config.seed)
     model = task.build_model().to(device)
-    ddp = DistributedDataParallel(
-        model,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        **OWN_BUFFERS,
-    )
-    optimizer = make_optimizer(config, task, model)
     log_unused_options(config)
-    handle = oktopk.attach(
-        ddp,
-        optimizer=optimizer,
-        total_steps=total if comm.rank == 0 else None,
-        **exchange_options(config),
-    )
+    optimizer = make_optimizer(config, task, model)
+    exchange = make_exchange(config, model, optimizer, comm.size, total if comm.rank == 0 else None)
     return Run(
         config=config,
         comm=comm,
@@ -197,12 +166,11 @@ def set_up(config: Config, comm: Comm, device: torch.device, env: RankEnvironmen
         env=env,
         task=task,
         model=model,
-        ddp=ddp,
-        optimizer=optimizer,
-        handle=handle,
+        optimizer=exchange.optimizer,
+        exchange=exchange,
         steps_per_epoch=steps_per_epoch,
         planned_steps=planned,
         total_steps=total,
         target=target,
-        probe=make_probe(config, model, handle, comm),
+        probe=make_probe(config, model, exchange.handle, comm),
     )

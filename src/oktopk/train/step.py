@@ -36,17 +36,17 @@ def take_step(run: Run, batches: list[list[int]]) -> StepRecord:
     for i, indices in enumerate(batches):
         synced = i == len(batches) - 1
         losses.append(_backward(run, indices, synced, len(batches), seconds))
-    stats = run.handle.stats
-    assert stats is not None and stats.step == progress.step, (stats, progress)
-    seconds["exposed"] = stats.exposed
-    seconds["backward"] = max(0.0, seconds["backward"] - stats.exposed)
+    skipped = run.exchange.after_backward()
     with _Timer(seconds, "probe"):
-        run.probed = run.probe.after(stats) if run.probe is not None else None
+        run.probed = run.probe.after() if run.probe is not None else None
     with _Timer(seconds, "optimizer"):
-        if not stats.skipped:
+        if not skipped:
             if config.clip_after:
                 clip_grad_norm_(run.model.parameters(), config.clip_after)
             run.optimizer.step()
+    stats = run.exchange.finish_step()
+    assert stats.step == progress.step, (stats, progress)
+    _count_waits(seconds, run.exchange.waits)
     whole = time.perf_counter() - started - seconds.pop("probe")  # probes do not count
     _check_diverged(run, stats.skipped)
     record = step_record(
@@ -70,12 +70,20 @@ def _backward(
 ) -> float:
     with _Timer(seconds, "data"):
         batch = to_device(run.task.train_batch(indices, run.progress.epoch), run.device)
-    with nullcontext() if synced else run.ddp.no_sync():
+    with nullcontext() if synced else run.exchange.no_sync():
         with _Timer(seconds, "forward"):
-            loss = run.task.loss(run.ddp, batch)
+            loss = run.task.loss(run.exchange.module, batch)
         with _Timer(seconds, "backward"):
             (loss / parts).backward()
     return loss.item()
+
+
+def _count_waits(seconds: dict[str, float], waits: dict[str, float]) -> None:
+    """Take the time spent waiting for the exchange out of the parts in which it was spent."""
+    for part, wait in waits.items():
+        waited = min(wait, seconds[part])
+        seconds[part] -= waited
+        seconds["exposed"] += waited
 
 
 class _Timer:

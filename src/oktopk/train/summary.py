@@ -29,7 +29,9 @@ def summary(
         shown = (f"{m.label} {result.metrics[m.name]:.3f}" for m in task.metrics if m.shown)
         lines.append(f"{', '.join(shown)} on {result.examples} {task.unit}")
     lines.append(f"{'':12} {'steps':>6} {'ms/step':>8} {'sent':>10} {'as dense':>10} {'ratio':>7}")
-    lines += [_row(f"{phase} phase", sums) for phase, sums in totals.items()]
+    phases = {phase: sums for phase, sums in totals.items() if sums.steps}
+    if len(phases) > 1:
+        lines += [_row(f"{phase} phase", sums) for phase, sums in phases.items()]
     lines.append(_row("whole run", totals.whole))
     of = f"all {workers} workers" if workers > 1 else "the one worker"
     lines.append(f"bytes are those of {of}, headers included")

@@ -37,7 +37,7 @@ def parse_target(text: str, metrics: Sequence[Metric]) -> Target:
 
     Which side of the value is better depends on the metric; `=` leaves that to it.
     """
-    found = re.fullmatch(r"\s*(\w+)\s*(<=|>=|<|>|=|==)\s*(\S+)\s*", text)
+    found = re.fullmatch(r"\s*(\w+)\s*(<=|>=|==|<|>|=)\s*(\S+)\s*", text)
     if found is None:
         raise ValueError(f"until must be a metric and a value, as in 'wer<0.3', got {text!r}")
     name, sign, number = found.groups()

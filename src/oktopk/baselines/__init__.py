@@ -1,0 +1,11 @@
+"""What people use instead: plain DDP, PyTorch's communication hooks, post-local SGD and DiLoCo.
+
+The bench and the trainer compare with them. Each is attached the way its documentation says.
+
+base        `Baseline`: what the trainer needs of one
+hooks       plain DDP, and its fp16 and PowerSGD hooks
+local_sgd   post-local SGD, with PyTorch's hook, averager and optimizer
+diloco      DiLoCo: local steps, then an outer optimizer on the averaged weight changes
+names       their names
+table       BASELINES, by name
+"""

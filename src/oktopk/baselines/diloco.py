@@ -1,0 +1,86 @@
+"""DiLoCo (Douillard et al., 2023): many local steps, then an outer step on the weight changes.
+
+Every rank trains alone with its own optimizer. Every H steps the ranks average the changes of their
+weights since the last exchange; an outer optimizer, SGD with Nesterov momentum, takes the average
+for a gradient, and all ranks continue from the weights it makes. The state of the inner optimizer
+stays where it is.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from oktopk.baselines.base import Baseline, BaselineOptions
+from oktopk.baselines.hooks import dense_bytes
+from oktopk.comm.communicator import Comm
+from oktopk.comm.torch_transport import TorchTransport
+
+OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9  # as in the paper
+
+
+class DiLoCo(Baseline):
+    """The bare model; the exchange happens in `optimizer.step()`, every few steps."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, options: BaselineOptions) -> None:
+        super().__init__(model, options)
+        self.module, self.optimizer = model, optimizer
+        self._comm = Comm(TorchTransport())
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._start_alike()
+        self._anchors = [nn.Parameter(p.detach().clone()) for p in self._parameters]
+        self._outer = SGD(self._anchors, lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
+        self._local_steps = 0
+        self._seconds = 0.0
+        optimizer.register_step_post_hook(self._after_step)
+
+    @torch.no_grad()
+    def _start_alike(self) -> None:
+        """Give every rank the weights and buffers of rank 0, as DDP does."""
+        module = self.module
+        for tensor in (*module.parameters(), *module.buffers()):
+            own = tensor if self._comm.rank == 0 else torch.zeros_like(tensor)
+            tensor.copy_(self._comm.all_reduce_(own.contiguous().clone(), stage="start"))
+
+    @torch.no_grad()
+    def _after_step(self, *_: object) -> None:
+        self._local_steps += 1
+        self._seconds = 0.0
+        if self._local_steps % self.options.every:
+            return
+        started = time.perf_counter()
+        changes = [a - p for a, p in zip(self._anchors, self._parameters, strict=True)]
+        mean = self._mean(torch.cat([change.flatten() for change in changes]))
+        parts = mean.split([change.numel() for change in changes])
+        for anchor, part in zip(self._anchors, parts, strict=True):
+            anchor.grad = part.view_as(anchor)
+        self._outer.step()
+        for anchor, parameter in zip(self._anchors, self._parameters, strict=True):
+            parameter.copy_(anchor)
+        self._seconds = time.perf_counter() - started
+
+    def _mean(self, flat: Tensor) -> Tensor:
+        return self._comm.all_reduce_(flat, stage="outer") / self._comm.size
+
+    def bytes_sent(self, step: int) -> int:
+        """All weight changes every few steps."""
+        if (step + 1) % self.options.every:
+            return 0
+        return dense_bytes(4)(self.shapes, self.options.world_size)
+
+    @property
+    def weights_agree(self) -> bool:
+        return self._local_steps % self.options.every == 0
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        outer = {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM}
+        return {"every": self.options.every} | outer
+
+    @property
+    def waits(self) -> dict[str, float]:
+        return {"optimizer": self._seconds}

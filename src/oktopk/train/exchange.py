@@ -1,0 +1,209 @@
+"""`Exchange`: what the training loop needs of the way in which ranks exchange what they learn.
+
+`Attached` is `oktopk.attach` on a DDP model; `BaselineExchange` is one of the baselines.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from inspect import signature
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import oktopk
+from oktopk.adapters.ddp.handle import Handle
+from oktopk.baselines.base import BaselineOptions
+from oktopk.baselines.table import BASELINES
+from oktopk.stats import StepStats
+from oktopk.train.config import Config
+from oktopk.train.preset_options import preset_options
+
+# Each rank keeps the batch-norm statistics of its own batches, and validation averages them.
+# torch 2.13 renamed the argument.
+_NAMES = signature(DistributedDataParallel.__init__).parameters
+_OWN = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
+
+State = dict[str, Any]
+
+
+class Exchange(ABC):
+    """A module to call, an optimizer to step, and what became of each step."""
+
+    module: nn.Module
+    """Called in the forward pass."""
+
+    optimizer: Optimizer
+    handle: Handle | None = None
+    """Of `oktopk.attach`; None for a baseline."""
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[object]:
+        """A context for backward passes whose gradients are not exchanged yet."""
+
+    @abstractmethod
+    def after_backward(self) -> bool:
+        """Called once per step, when backward has returned. Whether the step is to be skipped."""
+
+    @abstractmethod
+    def finish_step(self) -> StepStats:
+        """Called once per step, after `optimizer.step()`."""
+
+    @property
+    @abstractmethod
+    def waits(self) -> dict[str, float]:
+        """Seconds that the last step waited for the exchange, by the part of the step."""
+
+    @property
+    @abstractmethod
+    def settings(self) -> State:
+        """The settings of the exchange, for the record of the run."""
+
+    @property
+    def weights_agree(self) -> bool:
+        """Whether all ranks have the same weights now."""
+        return True
+
+    @property
+    def residuals(self) -> dict[str, Tensor]:
+        """Gradients that were not exchanged yet, by parameter."""
+        return {}
+
+    @property
+    def message_sizes(self) -> dict[str, dict[int, int]]:
+        """Messages sent, by stage and by the bit length of their size."""
+        return {}
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the exchange failed, if it did."""
+        return None
+
+    def state_dict(self) -> State | None:
+        """What a bit-exact resume needs; None if the exchange cannot be resumed."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 - a baseline has nothing to close
+        """End the exchange."""
+
+
+class Attached(Exchange):
+    """`oktopk.attach` on a DDP model."""
+
+    def __init__(self, ddp: DistributedDataParallel, optimizer: Optimizer, handle: Handle) -> None:
+        self.module, self.optimizer, self._ddp = ddp, optimizer, ddp
+        self.handle = self._handle = handle
+
+    def no_sync(self) -> AbstractContextManager[object]:
+        return self._ddp.no_sync()
+
+    def after_backward(self) -> bool:
+        return self._stats.skipped
+
+    def finish_step(self) -> StepStats:
+        return self._stats
+
+    @property
+    def _stats(self) -> StepStats:
+        assert self._handle.stats is not None, "backward has not been called"
+        return self._handle.stats
+
+    @property
+    def waits(self) -> dict[str, float]:
+        return {"backward": self._stats.exposed}
+
+    @property
+    def settings(self) -> State:
+        return asdict(self._handle.settings)
+
+    @property
+    def residuals(self) -> dict[str, Tensor]:
+        return self._handle.residuals
+
+    @property
+    def message_sizes(self) -> dict[str, dict[int, int]]:
+        return {stage: dict(sizes) for stage, sizes in self._handle.comm.ledger.sizes.items()}
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._handle.failure
+
+    def state_dict(self) -> State | None:
+        return self._handle.state_dict()
+
+    def close(self) -> None:
+        self._handle.close()
+
+
+class BaselineExchange(Exchange):
+    """One of the baselines. It has no residuals that reports know, and cannot be resumed."""
+
+    def __init__(
+        self, name: str, model: nn.Module, optimizer: Optimizer, options: BaselineOptions
+    ) -> None:
+        self._name = name
+        self._baseline = BASELINES[name](model, optimizer, options)
+        self.module, self.optimizer = self._baseline.module, self._baseline.optimizer
+
+    def no_sync(self) -> AbstractContextManager[object]:
+        return self._baseline.no_sync()
+
+    def after_backward(self) -> bool:
+        self._baseline.after_backward()
+        return False
+
+    def finish_step(self) -> StepStats:
+        return self._baseline.finish_step()
+
+    @property
+    def waits(self) -> dict[str, float]:
+        return self._baseline.waits
+
+    @property
+    def weights_agree(self) -> bool:
+        return self._baseline.weights_agree
+
+    @property
+    def settings(self) -> State:
+        return {"method": self._name} | self._baseline.settings
+
+
+def make_exchange(
+    config: Config, model: nn.Module, optimizer: Optimizer, world_size: int, total_steps: int | None
+) -> Exchange:
+    """The exchange that the config asks for. Every rank starts with the weights of rank 0."""
+    device = next(model.parameters()).device
+    arguments: dict[str, Any] = {
+        "device_ids": [device.index] if device.type == "cuda" else None,
+        "gradient_as_bucket_view": True,
+        _OWN: False,
+    }
+    if config.method in BASELINES:
+        options = BaselineOptions(
+            world_size=world_size,
+            warmup_steps=config.warmup_steps,
+            every=config.every,
+            ddp_arguments=arguments,
+        )
+        return BaselineExchange(config.method, model, optimizer, options)
+    ddp = DistributedDataParallel(model, **arguments)
+    handle = oktopk.attach(
+        ddp, optimizer=optimizer, total_steps=total_steps, **exchange_options(config)
+    )
+    return Attached(ddp, optimizer, handle)
+
+
+def exchange_options(config: Config) -> dict[str, Any]:
+    """The arguments of `attach` that the config decides."""
+    same_names = ("method", "density", "wire", "warmup_steps", "ramp_steps", "exact_every")
+    same_names += ("bounds_every", "scope", "timeout")
+    options = {name: getattr(config, name) for name in same_names}
+    return (
+        options
+        | preset_options(config.preset, config.overrides)
+        | {"clip_before": config.clip_before or None}
+    )

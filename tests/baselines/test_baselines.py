@@ -1,0 +1,138 @@
+"""Baselines: each does what its paper or PyTorch's documentation says, and counts what it sends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from oktopk.baselines.base import BaselineOptions
+from oktopk.baselines.names import LOCAL
+from oktopk.baselines.table import BASELINES
+
+STEPS, EVERY, WARMUP = 9, 3, 2
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 5))
+
+
+def batch(step: int, rank: int):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(8, 20, generator=generator), torch.randint(5, (8,), generator=generator)
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def trained(group, name: str):
+    """The weights after every step, whether they agree, and the bytes that were counted."""
+    del group
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = network()
+    if rank:  # every rank must take rank 0's weights
+        with torch.no_grad():
+            next(model.parameters()).add_(rank)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    options = BaselineOptions(world_size=size, warmup_steps=WARMUP, every=EVERY, ddp_arguments={})
+    baseline = BASELINES[name](model, optimizer, options)
+    found = []
+    for step in range(STEPS):
+        x, y = batch(step, rank)
+        baseline.optimizer.zero_grad()
+        cross_entropy(baseline.module(x), y).backward()
+        baseline.after_backward()
+        baseline.optimizer.step()
+        stats = baseline.finish_step()
+        assert stats.step == step and stats.exposed >= 0
+        found.append((flat(model), baseline.weights_agree, stats.bytes_sent, stats.bytes_dense))
+    return found
+
+
+@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("P", [1, 2, 3])
+def test_weights_agree_where_the_baseline_says_so(worlds, P, name):
+    ranks = worlds.run(P, trained, name)
+    for step in range(STEPS):
+        weights, agree, sent, dense = zip(*(rank[step] for rank in ranks), strict=True)
+        assert len(set(agree)) == len(set(sent)) == 1
+        if agree[0]:
+            assert all(torch.equal(weights[0], other) for other in weights[1:]), step
+        elif P > 1:
+            assert not torch.equal(weights[0], weights[1])
+        assert 0 <= sent[0] <= dense[0]
+    assert any(agree for _, agree, _, _ in ranks[0])
+    assert all(agree for _, agree, _, _ in ranks[0]) == (name not in LOCAL)
+
+
+def plain_ddp(group):
+    del group
+    rank = dist.get_rank()
+    model = DistributedDataParallel(network())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return flat(model.module)
+
+
+def test_ddp_dense_is_ddp(worlds):
+    (expected, _), ours = worlds.run(2, plain_ddp), worlds.run(2, trained, "ddp_dense")
+    assert torch.equal(ours[0][-1][0], expected)
+    sent = [bytes_sent for _, _, bytes_sent, _ in ours[0]]
+    assert sent == [4 * expected.numel()] * STEPS  # 2n(P-1)/P elements of 4 bytes
+
+
+def test_fp16_sends_half_and_powersgd_less_after_the_warmup(worlds):
+    half = [row[2] for row in worlds.run(2, trained, "ddp_fp16")[0]]
+    low = [row[2] for row in worlds.run(2, trained, "ddp_powersgd_r1")[0]]
+    dense = 4 * flat(network()).numel()
+    assert half == [dense // 2] * STEPS
+    # rank 1: 40 + 20 and 5 + 40 numbers for the matrices, 40 + 5 for the biases
+    assert low == [dense] * WARMUP + [4 * (60 + 45 + 45)] * (STEPS - WARMUP)
+
+
+def test_post_local_sgd_averages_weights_every_few_steps(worlds):
+    sent = [row[2] for row in worlds.run(2, trained, "post_local_sgd")[0]]
+    dense = 4 * flat(network()).numel()
+    after = [dense if i % EVERY == 0 else 0 for i in range(STEPS - WARMUP)]
+    assert sent == [dense] * WARMUP + after
+
+
+def diloco_by_hand(group):
+    """DiLoCo in a few lines: Nesterov momentum on the mean weight change."""
+    del group
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = network()
+    anchor, momentum = flat(model), torch.zeros(flat(model).numel())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if (step + 1) % EVERY == 0:
+            change = anchor - flat(model)
+            dist.all_reduce(change)
+            change /= size
+            momentum = 0.9 * momentum + change
+            anchor = anchor - 0.7 * (change + 0.9 * momentum)
+            with torch.no_grad():
+                nn.utils.vector_to_parameters(anchor.clone(), model.parameters())
+    return flat(model)
+
+
+def test_diloco_is_diloco(worlds):
+    (expected, _), ours = worlds.run(2, diloco_by_hand), worlds.run(2, trained, "diloco")
+    torch.testing.assert_close(ours[0][-1][0], expected, rtol=0, atol=1e-6)
+    sent = [row[2] for row in ours[0]]
+    dense = 4 * expected.numel()
+    assert sent == [dense if (i + 1) % EVERY == 0 else 0 for i in range(STEPS)]

@@ -28,6 +28,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "lr_decay": (1.0, 10.0, "the learning rate would be 0 after a few epochs"),
     "lr_warmup": (0, MANY, MANY_STEPS),
     "lr_final": (0.0, 1.0, "it is a fraction"),
+    "lr_steps": (0, MANY, MANY_STEPS),
     "momentum": (0.0, 1.0, "gradients would add up without end"),
     "beta2": (0.0, 1.0, "moments would never change"),
     "weight_decay": (0.0, 1000.0, "weights would overflow in a few steps"),

@@ -89,6 +89,7 @@ class Config:
     lr_decay: float = option(1.01, "the learning rate of epoch e is lr / lr_decay^e")
     lr_warmup: int = option(0, "steps over which the learning rate rises linearly to lr")
     lr_final: float = option(1.0, "fraction of lr that a cosine schedule ends at")
+    lr_steps: int = option(0, "steps after which the cosine schedule has ended; 0: all epochs")
     momentum: float = option(0.9, "momentum of SGD")
     beta2: float = option(0.999, "second beta of AdamW")
     weight_decay: float = option(1e-4, "weight decay of either optimizer")

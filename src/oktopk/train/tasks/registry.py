@@ -44,6 +44,12 @@ TASKS: dict[str, Entry] = {
         "quickstart",
         ("soundfile", "jiwer"),
     ),
+    "text": Entry(
+        f"{_HERE}.text.options:TextOptions",
+        f"{_HERE}.text.task:Text",
+        "text",
+        (),
+    ),
 }
 
 

@@ -6,8 +6,8 @@ import importlib.util
 
 EXTRAS = {
     **dict.fromkeys(("soundfile", "espeakng_loader", "jiwer"), "train"),
-    **dict.fromkeys(("tensorboard", "rich", "plotly", "PIL"), "train"),
-    **dict.fromkeys(("optuna", "sklearn"), "sweep"),
+    **dict.fromkeys(("tensorboard", "rich", "plotly", "PIL", "sklearn"), "train"),
+    "optuna": "sweep",
     "matplotlib": "plots",
 }
 """Which extra of this project installs a package."""

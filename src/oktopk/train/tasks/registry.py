@@ -50,6 +50,12 @@ TASKS: dict[str, Entry] = {
         "text",
         (),
     ),
+    "images": Entry(
+        f"{_HERE}.images.options:ImagesOptions",
+        f"{_HERE}.images.task:Images",
+        "images",
+        (),  # it depends on the data, and the task checks it
+    ),
 }
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/thresholds.py
 
-A character model (benchmarks/convergence) is trained for 500 steps at 2 % with error feedback, and
-at every step each way chooses from the same accumulated gradient: how far its count is from k, how
-many of the true top k it has, and what it costs on a vector of 27.6 million.
+The GPT of the text task is trained for 500 steps at 2 % with error feedback, and at every step each
+way chooses from the same accumulated gradient: how far its count is from k, how many of the true
+top k it has, and what it costs on a vector of 27.6 million.
 
 - exact: the k-th largest magnitude, every step.
 - reused: the exact threshold of every 32nd step, as the paper has it.
@@ -16,17 +16,12 @@ many of the true top k it has, and what it costs on a vector of 27.6 million.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-sys.path.insert(0, str(Path(__file__).parent / "convergence"))
-from tasks import TASKS, rate_schedule
-
+from experiment import Experiment
 from oktopk import kernels
 from oktopk.methods.ok_topk.selection import near_exact, propose_candidates
 from oktopk.methods.selection import top_k
@@ -88,20 +83,13 @@ def ways() -> dict:
 
 def quality() -> dict[str, list[tuple[float, float]]]:
     """(count / k - 1, recall) of every step and way."""
-    torch.manual_seed(0)
-    task = TASKS["chars"]()
-    model = task.network()
-    optimizer = task.optimizers["adamw"](model.parameters())
-    decay = rate_schedule(optimizer, STEPS)
-    generator = torch.Generator().manual_seed(0)
-    numels = [p.numel() for p in model.parameters()]
+    run = Experiment("text", ranks=1, steps=STEPS, batch=12)
+    numels = [p.numel() for p in run.parameters]
     residual, k = torch.zeros(sum(numels)), round(DENSITY * sum(numels))
     table, seen = ways(), {name: [] for name in ways()}
-    for _ in range(STEPS):
-        x, y = task.batch(generator, task.size)
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        residual += torch.cat([p.grad.view(-1) for p in model.parameters()])
+    for (batch,) in run.batches():
+        run.backward(batch)
+        residual += torch.cat([p.grad.view(-1) for p in run.parameters])
         truth = exact(residual, k)
         for name, choose in table.items():
             chosen = choose(residual, k)
@@ -110,10 +98,9 @@ def quality() -> dict[str, list[tuple[float, float]]]:
         applied = torch.zeros_like(residual)
         applied[truth] = residual[truth]
         residual[truth] = 0
-        for parameter, part in zip(model.parameters(), applied.split(numels), strict=True):
+        for parameter, part in zip(run.parameters, applied.split(numels), strict=True):
             parameter.grad = part.view_as(parameter)
-        optimizer.step()
-        decay.step()
+        run.optimizer.step()
     return seen
 
 

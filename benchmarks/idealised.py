@@ -2,9 +2,9 @@
 
 The exchange is the exact top k of the sum of the exact local top k.
 
-    python benchmarks/convergence/idealised.py chars adamw
-    python benchmarks/convergence/idealised.py chars adamw --variants moments beta1 ramp
-    python benchmarks/convergence/idealised.py chars sgd --variants correction
+    python benchmarks/idealised.py text adamw
+    python benchmarks/idealised.py text adamw --variants moments beta1 ramp
+    python benchmarks/idealised.py text sgd --lr 0.1 --variants correction
 
 The script tries variants that are not in the library, without the approximations of a real
 exchange. docs/experiments.md has the results.
@@ -17,10 +17,9 @@ import statistics
 from typing import Any
 
 import torch
-from tasks import TASKS, Task, rate_schedule
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
+from experiment import Experiment
 from oktopk import kernels
 from oktopk.optim.staleness import shares
 from oktopk.settings import num_kept, ramp
@@ -48,16 +47,11 @@ VARIANTS = {
 class Run:
     """One training. `step` is one exchange and one optimizer step."""
 
-    def __init__(self, task: Task, optimizer: str, seed: int, args: argparse.Namespace) -> None:
-        torch.manual_seed(seed)
-        self.task, self.has, self.steps = task, set(args.variants), args.steps or task.steps
-        self.model = task.network()
-        self.parameters = list(self.model.parameters())
-        self.optimizer = task.optimizers[optimizer](self.parameters)
-        if args.lr:
-            self.optimizer.param_groups[0]["lr"] = args.lr
-        self.generator = torch.Generator().manual_seed(seed)
-        self.decay = rate_schedule(self.optimizer, self.steps)
+    def __init__(self, seed: int, args: argparse.Namespace) -> None:
+        changed = {"optimizer": args.optimizer} | ({"lr": args.lr} if args.lr else {})
+        self.experiment = Experiment(args.task, RANKS, seed, args.steps, **changed)
+        self.has, self.steps = set(args.variants), self.experiment.steps
+        self.parameters, self.optimizer = self.experiment.parameters, self.experiment.optimizer
         numel = sum(p.numel() for p in self.parameters)
         self.owed, self.momentum = torch.zeros(RANKS, numel), torch.zeros(RANKS, numel)
         self.predicted = torch.zeros(numel)
@@ -74,8 +68,8 @@ class Run:
         self.densities = [density for steps, density in stairs for _ in range(steps)]
         self.densities += [args.density] * self.steps
 
-    def step(self, step: int) -> None:
-        acc = self._gradients()
+    def step(self, step: int, batches: list[Any]) -> None:
+        acc = self._gradients(batches)
         rate = self.optimizer.param_groups[0]["lr"]
         if "rate" in self.has and self.rate:
             self.owed *= self.rate / rate
@@ -100,14 +94,11 @@ class Run:
         self._apply(total / RANKS + self.predicted, sparse_step)
         if "predict" in self.has and sparse_step >= 0:
             self.predicted = 0.98 * self.predicted + 0.01 * total / RANKS
-        self.decay.step()
 
-    def _gradients(self) -> Tensor:
-        x, y = self.task.batch(self.generator, self.task.size)
+    def _gradients(self, batches: list[Any]) -> Tensor:
         rows = []
-        for rank in range(RANKS):
-            self.optimizer.zero_grad()
-            cross_entropy(self.model(x[rank::RANKS]), y[rank::RANKS]).backward()
+        for batch in batches:
+            self.experiment.backward(batch)
             grads = [p.grad for p in self.parameters]
             rows.append(torch.cat([grad.flatten() for grad in grads if grad is not None]))
         return torch.stack(rows)
@@ -197,16 +188,14 @@ def _top(rows: Tensor, k: int) -> Tensor:
     return torch.zeros_like(rows, dtype=torch.bool).scatter_(1, places, True)
 
 
-def train(task: Task, seed: int, args: argparse.Namespace) -> list[float]:
+def train(seed: int, args: argparse.Namespace) -> list[float]:
     """The metric at every eighth of the run."""
-    run = Run(task, args.optimizer, seed, args)
-    inputs, truth = task.test()
+    run = Run(seed, args)
     found = []
-    for step in range(run.steps):
-        run.step(step)
-        if (step + 1) % (run.steps // 8) == 0:
-            with torch.no_grad():
-                found.append(task.metric(run.model(inputs), truth))
+    for step, batches in enumerate(run.experiment.batches()):
+        run.step(step, batches)
+        if (step + 1) % max(1, run.steps // 8) == 0:
+            found.append(run.experiment.metric())
     return found
 
 
@@ -217,7 +206,7 @@ def main() -> None:
         description=f"Variants of error feedback:\n{told}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("task", choices=("text", "images"))
     parser.add_argument("optimizer", choices=["sgd", "adamw"])
     parser.add_argument("--variants", nargs="*", default=[], choices=VARIANTS)
     parser.add_argument("--density", type=float, default=0.02)
@@ -227,8 +216,7 @@ def main() -> None:
     args = parser.parse_args()
     if "frozen" in args.variants and (args.optimizer != "adamw" or "ramp" in args.variants):
         parser.error("frozen is for adamw, after a warm-up that is long enough: without ramp")
-    task = TASKS[args.task]()
-    curves = [train(task, seed, args) for seed in args.seeds]
+    curves = [train(seed, args) for seed in args.seeds]
     means = [statistics.mean(points) for points in zip(*curves, strict=True)]
     name = " ".join(args.variants) or "plain"
     at = f" lr {args.lr:g}" if args.lr else ""

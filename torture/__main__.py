@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import shutil
 import signal
 import sys
@@ -22,6 +23,12 @@ from torture.verdicts import Finding, Progress, Result, write
 
 FAULTS = faults.KINDS | cluster.KINDS | commands.KINDS
 MILLION = 1_000_000  # seeds of a run: no two trials have the same
+
+NO_DNS = "attempts:0"
+"""glibc's RES_OPTIONS for a resolver that asks no server. torch's store looks up the name of the
+peer of every connection, in the thread that serves all ranks, and /etc/hosts does not have the
+address ::ffff:127.0.0.1. A single lost answer stops the store, and so a start, for 5 s. That is
+more than the ranks of a trial wait for each other, and has nothing to do with the fault."""
 
 
 def arguments() -> argparse.Namespace:
@@ -85,6 +92,7 @@ def main() -> int:
     args = arguments()
     # a shell starts what runs in its background with Ctrl-C ignored, and children inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ["RES_OPTIONS"] = NO_DNS  # before the first lookup, and for all that is started here
     out = args.out or Path(tempfile.mkdtemp(prefix="torture-"))
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * args.minutes

@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torture import ranks, world
+from torture.processes import Child
 from torture.ranks import Job
 from torture.trial import Kind, SkippedError, Trial
 from torture.verdicts import Finding
@@ -160,11 +161,10 @@ def run(jobs: list[Job], cut: Cut) -> list[world.Ended]:
     if missing:
         raise SkippedError(f"{', '.join(missing)} not found (Debian: util-linux, iproute2)")
     folder = Path(jobs[0].folder)
-    process = world.forkserver().Process(target=host, args=(jobs, cut))
+    process = Child(host, jobs, cut)
     process.start()
     process.join(BOUND + 20)
     process.kill()
-    process.join()
     path = folder / "codes.json"
     if not path.exists():
         why = (folder / "host.log").read_text()[-300:]

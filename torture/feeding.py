@@ -23,8 +23,9 @@ from typing import Any
 from torture import inputs
 from torture.base import prepare, stub
 from torture.desk import Desk, Input, LostError
+from torture.processes import Child, forkserver
 from torture.verdicts import Finding, Result
-from torture.world import ABORTED, forkserver
+from torture.world import ABORTED
 
 SECONDS, LATER = 5.0, 20.0
 """What an input may take, and when a process that does not even say so is killed."""
@@ -130,7 +131,7 @@ class Feeder:
 
     def __init__(self, base: Path, scratch: Path) -> None:
         self._base, self._scratch = base, scratch
-        self._process: Any = None
+        self._process: Child | None = None
 
     def feed(self, kind: str, seed: int) -> Result:
         began = time.monotonic()
@@ -145,7 +146,7 @@ class Feeder:
                 found = [Finding("hang", f"the process did not answer within {LATER:g} s")]
                 self.close(kill=True)
         except EOFError:
-            self._process.join()
+            self._process.join(5)
             found = [Finding("unclear", f"the process died: {self._process.exitcode}")]
             self.close(kill=True)
         took = time.monotonic() - began
@@ -155,7 +156,7 @@ class Feeder:
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._pipe, theirs = forkserver().Pipe()
         args = theirs, str(self._base), str(self._scratch)
-        self._process = forkserver().Process(target=serve, args=args, daemon=True)
+        self._process = Child(serve, *args, daemon=True)
         self._process.start()
         theirs.close()
 
@@ -165,7 +166,6 @@ class Feeder:
                 self._pipe.send(None)
                 self._process.join(5)
             self._process.kill()
-            self._process.join()
             self._process = None
         shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -177,7 +177,7 @@ def feed(
     if not planned:
         return
     base = out / "base"
-    preparing = forkserver().Process(target=prepare, args=(str(base),))
+    preparing = Child(prepare, str(base))
     preparing.start()
     preparing.join(120)
     preparing.kill()

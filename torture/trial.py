@@ -52,7 +52,7 @@ class Trial:
                         extra=job.extra,
                     )
                 )
-                bad = [one.said[-500:] for one in ends if one.code != 0]
+                bad = world.unfinished(ends)
                 assert not bad, f"the run without a fault failed: {bad}"
                 assert len({one.weights for one in ends}) == 1, "ranks differ without a fault"
                 self.references[key] = ends

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
-import os
 import re
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from torture import ranks
+from torture.processes import Child
 from torture.ranks import Job, Plant
 from torture.verdicts import Finding
 
@@ -25,18 +23,6 @@ BOUND = 45.0
 # DDP's own collective in its second forward: the library is not asked, and cannot name anybody
 OF_TORCH = "self.reducer._rebuild_buckets()"
 ABORTED = re.compile(r"EnforceNotMet|terminate called|Fatal Python error|Segmentation fault")
-
-
-@cache
-def forkserver() -> Any:
-    """A context whose processes start with everything imported and every kernel compiled."""
-    here = str(Path(__file__).parents[1])
-    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if here not in known:  # the server does not inherit sys.path, only the environment
-        os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, known)])
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torture.preloaded"])
-    return context
 
 
 @dataclass(slots=True)
@@ -59,7 +45,7 @@ class Ended:
         return self.notes["steps"][-1]["weights"] if self.notes["steps"] else ""
 
 
-Meanwhile = Callable[[list[Any], float], None]
+Meanwhile = Callable[[list[Child], float], None]
 
 
 def run(jobs: list[Job], meanwhile: Meanwhile | None = None, bound: float = BOUND) -> list[Ended]:
@@ -70,7 +56,7 @@ def run(jobs: list[Job], meanwhile: Meanwhile | None = None, bound: float = BOUN
     # the store lives here, as it does in a launcher
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     jobs = [replace(job, address=("127.0.0.1", store.port)) for job in jobs]
-    processes = [forkserver().Process(target=ranks.main, args=(job,)) for job in jobs]
+    processes = [Child(ranks.main, job) for job in jobs]
     deadline = time.monotonic() + bound
     try:
         for process in processes:
@@ -82,9 +68,7 @@ def run(jobs: list[Job], meanwhile: Meanwhile | None = None, bound: float = BOUN
         codes = [process.exitcode for process in processes]
     finally:
         for process in processes:
-            if process.pid is not None:
-                process.kill()
-                process.join()
+            process.kill()
     return [ended(folder, job.rank, code) for job, code in zip(jobs, codes, strict=True)]
 
 
@@ -113,11 +97,14 @@ def with_plant(jobs: list[Job], rank: int, plant: Plant, **more: Any) -> list[Jo
     ]
 
 
-def when_stopped(process: Any, deadline: float) -> bool:
+def when_stopped(process: Child, deadline: float) -> bool:
     """Wait until a process has stopped; False when it ended or did not."""
-    while time.monotonic() < deadline and process.is_alive():
-        state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        if state == "T":
+    while time.monotonic() < deadline and process.exitcode is None:
+        try:
+            stat = Path(f"/proc/{process.pid}/stat").read_text()
+        except FileNotFoundError:  # it ended in this moment
+            return False
+        if stat.rpartition(")")[2].split()[0] == "T":
             return True
         time.sleep(0.01)
     return False
@@ -175,18 +162,35 @@ def failed_clearly(ends: list[Ended], victim: int, names: tuple[str, ...] = ()) 
     return found
 
 
-def finished_alike(ends: list[Ended], reference: list[Ended]) -> list[Finding]:
-    """Every rank finished, and all have the bits of the run without a fault."""
+def unfinished(ends: list[Ended]) -> list[Finding]:
+    """Every rank that hung, aborted or ended with an error where none was expected."""
     found = hangs(ends) + aborts(ends)
     for rank, one in enumerate(ends):
-        if one.code is None:
-            continue
-        if one.code != 0:
+        if one.code:
             text = one.message or one.said[-600:]
             found.append(Finding("lost", f"rank {rank} did not finish ({one.code}): {text[:600]}"))
-        elif one.weights != reference[rank].weights:
-            found.append(Finding("difference", f"rank {rank} ended with other weights"))
     return found
+
+
+def finished_alike(ends: list[Ended], reference: list[Ended]) -> list[Finding]:
+    """Every rank finished, and all have the bits of the run without a fault.
+
+    A reference that did not finish has no bits to compare with, so that is found instead.
+    """
+    found = unfinished(ends) or unfinished(reference)
+    for rank, (one, other) in enumerate(zip(ends, reference, strict=True)):
+        if one.code == other.code == 0 and one.weights != other.weights:
+            text = f"rank {rank} ended with other weights, {first_difference(one, other)}"
+            found.append(Finding("difference", text))
+    return found
+
+
+def first_difference(one: Ended, other: Ended) -> str:
+    """After which step two runs of a rank no longer had the same weights."""
+    known = {entry["step"]: entry["weights"] for entry in other.notes["steps"]}
+    steps = [entry for entry in one.notes["steps"] if entry["step"] in known]
+    differing = [entry["step"] for entry in steps if entry["weights"] != known[entry["step"]]]
+    return f"from step {differing[0]} on" if differing else "though no step differs"
 
 
 def resumed(jobs: list[Job], reference: list[Ended]) -> list[Finding]:

@@ -6,13 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
-from torture import feeding, odd, verdicts, world
+from torture import faults, feeding, odd, processes, verdicts, world
 from torture.desk import Input, LostError
+from torture.trial import STEPS, Trial
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,7 +74,61 @@ def test_other_bits_and_runs_that_do_not_finish_are_seen():
     reference = [ended(0), ended(0)]
     assert not world.finished_alike([ended(0), ended(0)], reference)
     found = world.finished_alike([ended(0, weights="other"), ended(1)], reference)
-    assert [one.column for one in found] == ["difference", "lost"]
+    assert {one.column for one in found} == {"difference", "lost"}
+
+
+def test_a_difference_says_from_which_step_on():
+    steps = [{"step": step, "weights": "same"} for step in range(3)]
+    one, other = (world.Ended(0, "", {"steps": list(steps)}) for _ in range(2))
+    one.notes["steps"][1:] = [{"step": step, "weights": "other"} for step in (1, 2)]
+    [found] = world.finished_alike([one], [other])
+    assert found.column == "difference" and "from step 1 on" in found.text
+
+
+@pytest.mark.parametrize(("code", "column"), [(1, "lost"), (None, "hang")])
+def test_a_reference_that_did_not_finish_is_no_difference(monkeypatch, tmp_path, code, column):
+    """Both runs of a trial with a NaN are judged, the one that the other is compared with too."""
+    skipped = [{"step": step, "weights": "same", "skipped": 1} for step in range(STEPS)]
+    finished = world.Ended(0, "", {"steps": skipped})
+    failed = world.Ended(code, "ExchangeError: late", {"steps": []})
+    runs = iter([[finished] * 3, [failed] * 3])
+    monkeypatch.setattr(world, "run", lambda jobs: next(runs))
+    found = faults.KINDS["nan"](Trial(Random("nan/28"), tmp_path))
+    assert {one.column for one in found} == {column}
+
+
+class OneAtATime:
+    """Stands for a process of multiprocessing, and counts the threads that use any of them."""
+
+    inside = most = 0
+    pid = 1
+
+    def use(self) -> int:
+        OneAtATime.inside += 1
+        OneAtATime.most = max(OneAtATime.most, OneAtATime.inside)
+        time.sleep(0.002)  # long enough for another thread to come in
+        OneAtATime.inside -= 1
+        return 0
+
+    start = kill = use
+    exitcode = property(use)
+
+
+def test_threads_with_processes_use_multiprocessing_one_at_a_time(monkeypatch):
+    """Else two threads read an exit code at the same time, and one of them gets 255."""
+    context = SimpleNamespace(Process=lambda **_: OneAtATime())
+    monkeypatch.setattr(processes, "forkserver", lambda: context)
+
+    def use(_) -> int | None:
+        child = processes.Child(int)
+        child.start()
+        child.join(1)
+        child.kill()
+        return child.exitcode
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(use, range(8))) == {0}
+    assert OneAtATime.most == 1
 
 
 @pytest.mark.parametrize(

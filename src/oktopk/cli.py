@@ -16,7 +16,7 @@ from oktopk.methods import METHODS
 from oktopk.train.config import nearest, shipped
 from oktopk.train.flags import add_flags as add_train_flags
 from oktopk.train.flags import task_of
-from oktopk.train.tasks.registry import TASKS
+from oktopk.train.tasks.registry import DEFAULT_TASK, TASKS
 from oktopk.utils import signals
 from oktopk.utils.extras import (
     EXTRAS,
@@ -244,6 +244,7 @@ def main() -> None:
     whole = parser(sys.argv[1:])
     args, unknown = whole.parse_known_args()
     if unknown:
+        _check_task(whole, args)
         hint = nearest(unknown[0].split("=")[0], getattr(args, "known", []))
         whole.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
@@ -259,6 +260,14 @@ def main() -> None:
         sys.exit(f"oktopk {args.command}: {single_line(error)}")
     except KeyboardInterrupt as error:
         sys.exit(signals.report_interrupt(error))
+
+
+def _check_task(whole: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exit if the task cannot be loaded: that is why its flags are unknown."""
+    try:
+        specs(getattr(args, "task", DEFAULT_TASK))
+    except ValueError as error:
+        whole.exit(2, f"oktopk {args.command}: {error}\n")
 
 
 def run(args: argparse.Namespace) -> int:

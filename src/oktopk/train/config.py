@@ -243,9 +243,15 @@ def load(name: str = "", task: str = "") -> Config:
 
 def _load_defaults(task: str) -> Config:
     """The config of a task in a file: what its class has as `defaults`."""
+    kind = task_type(task)
+    taken = sorted(COMMON.keys() & specs_of(kind.options_type).keys())
+    if taken:
+        raise file_error(
+            task, f"the option {taken[0]} has the name of a setting of the trainer: rename it"
+        )
     name = re.sub(r"[^\w.-]", "-", Path(task).stem)
     try:
-        return make_config(**({"task": task, "name": name} | dict(task_type(task).defaults)))
+        return make_config(**({"task": task, "name": name} | dict(kind.defaults)))
     except (TypeError, ValueError) as error:
         raise file_error(task, f"defaults: {error}") from error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from inspect import isabstract
@@ -125,7 +124,9 @@ def load_user_task(path: str) -> type[Task]:
     ]
     if len(found) != 1:
         names = ", ".join(kind.__name__ for kind in found) or "none"
-        raise file_error(path, f"must define one class that derives from oktopk's Task: {names}")
+        raise file_error(
+            path, f"must define one class that derives from oktopk's Task; it defines {names}"
+        )
     _check(path, found[0])
     return found[0]
 
@@ -156,7 +157,7 @@ def _line_in(file: Path, error: Exception) -> str:
     lines: list[int] = []
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(file):
+        if trace.tb_frame.f_code.co_filename == str(file.absolute()):
             lines.append(trace.tb_lineno)
         trace = trace.tb_next
     return f"line {lines[-1]}" if lines else ""
@@ -168,8 +169,15 @@ def _check(path: str, task: type[Task]) -> None:
     if isabstract(task):
         missing = ", ".join(sorted(task.__abstractmethods__))
         raise file_error(path, f"{name} lacks {missing}")
-    metrics: Sequence[object] = getattr(task, "metrics", ())
-    if not metrics or not all(isinstance(metric, Metric) for metric in metrics):
+    metrics: object = getattr(task, "metrics", ())
+    if not isinstance(metrics, tuple) or not metrics or {type(m) for m in metrics} != {Metric}:
         raise file_error(path, f"{name}.metrics must be a tuple of at least one Metric")
-    if not issubclass(task.options_type, TaskOptions):
+    kind: object = task.options_type
+    if not isinstance(kind, type) or not issubclass(kind, TaskOptions):
         raise file_error(path, f"{name}.options_type must derive from oktopk's TaskOptions")
+    if "__dataclass_fields__" not in vars(kind):
+        raise file_error(
+            path,
+            f"{kind.__name__} is not a dataclass",
+            advice="add @dataclass(frozen=True, kw_only=True, slots=True) above it",
+        )

@@ -13,7 +13,7 @@ from pathlib import Path
 from oktopk.errors import ExchangeError
 from oktopk.launch.parent_watchdog import watch_parent
 from oktopk.methods import METHODS
-from oktopk.train.config import nearest, shipped
+from oktopk.train.config import nearest, shipped, specs
 from oktopk.train.flags import add_flags as add_train_flags
 from oktopk.train.flags import task_of
 from oktopk.train.tasks.registry import DEFAULT_TASK, TASKS

@@ -94,4 +94,6 @@ def test_example_learns_and_saves_traffic(script):
 
 
 def test_every_example_is_tested():
-    assert sorted(EXAMPLES) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+    """Tasks for `oktopk train` are tested in tests/train/test_task_file.py."""
+    scripts = {path.name for path in (ROOT / "examples").glob("*.py")} - {"task_regression.py"}
+    assert scripts == set(EXAMPLES)

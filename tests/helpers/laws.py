@@ -9,11 +9,14 @@ from torch import Tensor
 
 from oktopk import (
     METHODS,
+    Policy,
     Reducer,
     StepStats,
+    local_steps,
     simulate,
 )
 from oktopk.comm.communicator import Comm
+from oktopk.comm.torch_transport import TorchTransport
 from streams import STREAMS
 
 
@@ -48,6 +51,47 @@ def trajectory(
         over_all = reducer.settings.average == "all" or stats.phase == "dense"
         times = size if over_all else 1
         done.append(Step(acc.double(), grad.double() * times, residual, stats))
+    return done
+
+
+def local_steps_trajectory(
+    where,
+    method: str,
+    n: int,
+    density: float,
+    stream: str,
+    rounds: int,
+    dtype=torch.float64,
+    **more,
+) -> list[Step]:
+    """The same over rounds of local steps: SGD with the stream as gradient, so `acc` is known."""
+    comm = where if isinstance(where, Comm) else Comm(TorchTransport(where))
+    every, seen = more.pop("every", 2), []
+    weights = torch.nn.Parameter(torch.zeros(n, 1, dtype=dtype))
+    optimizer = torch.optim.SGD([weights], lr=1.0)
+    model = torch.nn.ParameterList([weights])
+    arguments = {"average": "all", "decay": 1.0, "policy": Policy(vectors=False, below=0)} | more
+    how = {"method": method, "density": density, "every": every, "on_step": seen.append}
+    handle = local_steps(model, optimizer, comm=comm, **how, **arguments)
+    over_all = handle.settings.average == "all" or method == "dense"
+    done = []
+    for number in range(rounds):
+        before = weights.detach().to(torch.float64, copy=True).view(-1)
+        residual = handle.residuals.get("0", torch.zeros(n, dtype=dtype)).double().view(-1)
+        acc = residual * handle.settings.decay
+        for step in range(every):
+            grad = STREAMS[stream](n, comm.rank, number * every + step)
+            weights.grad = grad.to(dtype).view(n, 1)
+            now = (weights.detach() - weights.grad).double().view(-1)
+            optimizer.step()
+        assert len(seen) == number + 1
+        after = weights.detach().to(torch.float64, copy=True).view(-1)
+        mean = before - after
+        residual = handle.residuals.get("0", torch.zeros(n, dtype=dtype))
+        residual = residual.to(torch.float64, copy=True).view(-1)
+        times = comm.size if over_all else 1
+        done.append(Step(acc + (before - now), mean * times, residual, seen[-1]))
+    handle.close()
     return done
 
 

@@ -102,7 +102,7 @@ class Driver(Generic[Parameters]):
         self.stats = stats
         if self.on_step is not None:
             self._call_back(self.on_step, stats)
-        self.engine.raise_if_asked(stats)
+        self.engine.raise_if_asked(stats, self.exchanged)
 
     def _call_back(self, on_step: OnStep, stats: StepStats) -> None:
         """Call the user's callback. The step is finished: its error must not stop other ranks."""

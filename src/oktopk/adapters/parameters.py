@@ -37,6 +37,15 @@ class ParameterLayout:
         """Names of the parameters that are not trained."""
         return [name for name in self._names.values() if name not in self.parameters]
 
+    @property
+    def thawed(self) -> list[str]:
+        """Names of the parameters that were frozen at first and require gradients now."""
+        return [
+            name
+            for p, name in self._names.items()
+            if p.requires_grad and name not in self.parameters
+        ]
+
     def is_dense(self, name: str) -> bool:
         return self._policy.is_dense(name, self.parameters[name])
 

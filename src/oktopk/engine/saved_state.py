@@ -151,8 +151,8 @@ def _parse(state: Any) -> Saved:
             f"'residuals', got {had or 'an empty one'}"
         )
     metadata = _parse_metadata(state["metadata"])
-    residuals = _tensors(state["residuals"], "residuals", DTYPES)
-    arrived = _tensors(state.get("arrived", {}), "arrived", (torch.int32,))
+    residuals = checked_tensors(state["residuals"], "residuals", DTYPES)
+    arrived = checked_tensors(state.get("arrived", {}), "arrived", (torch.int32,))
     for name, residual in residuals.items():
         if not torch.isfinite(residual).all():
             raise StateError(f"the residual of {name!r} has a NaN or Inf: load an older checkpoint")
@@ -206,7 +206,7 @@ def _check_engine(engine: SavedEngine, world_size: int) -> None:
             raise StateError(f"the state has the region bounds {short_repr(bounds)}")
 
 
-def _tensors(value: Any, key: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, Tensor]:
+def checked_tensors(value: Any, key: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, Tensor]:
     """Dense tensors with data, by name."""
     if not isinstance(value, dict):
         raise StateError(f"{key!r} must be tensors by name, got a {type(value).__name__}")

@@ -25,8 +25,7 @@ def check_model(model: object) -> None:
         )
     _refuse_wrapping(model)
     _refuse_hooks(model)
-    backends = dist.get_backend_config(model.process_group)
-    check_devices(list(model._module_parameters), backends, "attach")
+    check_devices(list(model._module_parameters), _backends(model), "attach")
     _refuse_gradients(model)
     _refuse_unordered(model)
 
@@ -93,6 +92,11 @@ def _refuse_hooks(model: DistributedDataParallel) -> None:
             f"this model has the communication hook {hook!r} already, and DDP takes one: wrap it "
             "anew (DistributedDataParallel(model.module)) and attach to that"
         )
+
+
+def _backends(model: DistributedDataParallel) -> str:
+    """`cpu:gloo,cuda:nccl`, say."""
+    return dist.get_backend_config(model.process_group)
 
 
 def _refuse_gradients(model: DistributedDataParallel) -> None:

@@ -27,7 +27,7 @@ Parameters = TypeVar("Parameters", bound=ParameterLayout)
 class Driver(Generic[Parameters]):
     """One model's steps on this rank. Subclasses say when a step begins and what it exchanges."""
 
-    exchanged = "a gradient"
+    subject = "a gradient"
     """What a step exchanges, for messages."""
 
     def __init__(
@@ -96,13 +96,13 @@ class Driver(Generic[Parameters]):
                 "(%d steps skipped so far)",
                 self.comm.rank,
                 stats.step,
-                self.exchanged,
+                self.subject,
                 self.engine.skipped,
             )
         self.stats = stats
         if self.on_step is not None:
             self._call_back(self.on_step, stats)
-        self.engine.raise_if_asked(stats, self.exchanged)
+        self.engine.raise_if_asked(stats, self.subject)
 
     def _call_back(self, on_step: OnStep, stats: StepStats) -> None:
         """Call the user's callback. The step is finished: its error must not stop other ranks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -39,7 +40,7 @@ class Connection:
     """Whether the communicator was made for this handle, and is closed with it."""
 
 
-class BaseHandle(Generic[AnyDriver]):
+class BaseHandle(ABC, Generic[AnyDriver]):
     """What all handles have. `driver` runs the steps."""
 
     exchanged: Exchanged = "gradients"
@@ -107,13 +108,13 @@ class BaseHandle(Generic[AnyDriver]):
         """
         return GatheredState(self)
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact resume needs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Continue where `state_dict` was taken."""
-        raise NotImplementedError
 
     def gathered_state_dict(self) -> dict[str, Any]:
         """The states of all ranks, on every rank. A collective: all ranks must call it.

@@ -29,7 +29,7 @@ log = logging.getLogger("oktopk")
 class RoundDriver(Driver[ParameterLayout]):
     """The rounds of one model on this rank."""
 
-    exchanged = "a weight change"
+    subject = "a weight change"
 
     def __init__(
         self,

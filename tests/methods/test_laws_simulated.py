@@ -15,6 +15,7 @@ from laws import (
     simulated,
 )
 from oktopk import METHODS
+from oktopk.wire.codec import CODECS
 from streams import STREAMS
 
 over_methods = pytest.mark.parametrize("method", METHODS)
@@ -70,3 +71,14 @@ def test_half_precision_gradients_keep_fp32_residuals(method, P, dtype):
     assert_all_agree(ranks)
     # the delivered average is rounded to 16 bits; what is owed is not
     assert_nothing_is_lost(ranks, tolerance=torch.finfo(dtype).eps)
+
+
+@over_methods
+@pytest.mark.parametrize("P", [2, 3, 5])
+@pytest.mark.parametrize("wire", CODECS)
+def test_rounded_averages_over_senders_lose_nothing(method, P, wire):
+    """What division and rounding take off a quotient, times its senders, stays in a residual."""
+    how = {"wire": wire, "average": "senders", "decay": 0.9}
+    ranks = simulated(P, method, 1000, 0.05, "heavy", 12, torch.float32, **how)
+    assert_all_agree(ranks)
+    assert_nothing_is_lost(ranks, 1e-5, "all" if method == "dense" else "senders")

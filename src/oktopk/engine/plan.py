@@ -25,6 +25,7 @@ class GroupPlan:
 
     buckets: range
     k: int
+    """At density 1 the size of the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def make_plan(settings: Settings, step: int, buckets: Buckets, quotas: list[int]
     k = num_kept(buckets.numel - buckets.num_dense, density)
     whole_model = _sets_quotas(settings, step, buckets, quotas, k)
     if whole_model:
-        groups = (GroupPlan(buckets.everything, k),)
+        groups = (GroupPlan(buckets.everything, _all_if_dense(buckets.numel, k, density)),)
     else:
         groups = tuple(
             GroupPlan(group, _group_k(i, group, buckets, quotas, k, density))
@@ -115,7 +116,18 @@ def _group_k(
     number: int, group: range, buckets: Buckets, quotas: list[int], k: int, density: float
 ) -> int:
     if quotas:
-        return quotas[number]
-    if len(buckets.groups) == 1:
-        return k
-    return num_kept(buckets.num_sparse(group), density)
+        group_k = quotas[number]
+    elif len(buckets.groups) == 1:
+        group_k = k
+    else:
+        group_k = num_kept(buckets.num_sparse(group), density)
+    return _all_if_dense(buckets.starts[group.stop] - buckets.starts[group.start], group_k, density)
+
+
+def _all_if_dense(numel: int, k: int, density: float) -> int:
+    """At density 1 a method may keep everything there is, what travels dense included.
+
+    That part is 0 in the vector it selects from. With a k below the size of that vector, a method
+    would look for a threshold that about k entries reach, and leave out up to a tenth of them.
+    """
+    return numel if density == 1 else k

@@ -237,4 +237,7 @@ def _optimizer_of(optimizer: Any, parameters: ParameterLayout) -> Optimizer:
             f"{type(inner).__name__} has none of the model's parameters: make the optimizer from "
             "model.parameters(), after the model was moved to its device"
         )
+    hooks = inner._optimizer_step_post_hooks.values()
+    if any(isinstance(getattr(hook, "__self__", None), LocalSteps) for hook in hooks):
+        raise ValueError("this optimizer has local steps already: close() their handle first")
     return inner

@@ -1,9 +1,9 @@
 """`RoundDriver`: counts the optimizer steps of a round and exchanges the weight changes at its end.
 
-A round are the steps between two exchanges. The anchor holds the weights after the last exchange,
-the same bits on every rank; the weights of a rank leave it by as much as its own optimizer moves
-them. With 16-bit parameters the anchor is fp32, so outer steps that are smaller than a 16-bit
-rounding error add up in it.
+A round is the optimizer steps between two exchanges. The anchor holds the weights after the last
+exchange, the same bits on every rank; the weights of a rank leave it by as much as its own
+optimizer moves them. With 16-bit parameters the anchor is fp32, so outer steps that are smaller
+than a 16-bit rounding error add up in it.
 """
 
 from __future__ import annotations

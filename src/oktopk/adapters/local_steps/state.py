@@ -1,4 +1,4 @@
-"""What `LocalSteps` saves beside the residual: weights, anchor, momentum and the step in a round.
+"""What `LocalSteps` saves beside the residual: weights, anchor, momentum, and steps of the round.
 
 The ranks leave the anchor by different amounts, so a state that is taken inside a round belongs to
 one rank. Anchor and momentum are the same on every rank.
@@ -6,7 +6,8 @@ one rank. Anchor and momentum are the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -38,6 +39,11 @@ class Round:
     momentum: dict[str, Tensor]
     """Of the outer step; empty if it has none."""
 
+    def change(self, name: str) -> Tensor:
+        """What the weights of a parameter have changed by since the last exchange."""
+        anchor, weights = self.anchor[name], self.weights[name]
+        return anchor.to(weights.dtype).to(anchor.dtype) - weights
+
 
 @dataclass(frozen=True, slots=True)
 class SavedLocalSteps(Saved):
@@ -60,8 +66,8 @@ def load(
         if not isinstance(states, list):
             return _joined(saved, _fitted(_parse(states), parameters))
         # `saved_state.load` has checked that these are the states of all ranks, each once
-        by_rank = {saved_rank: _parse(each) for each in states for saved_rank in [_rank_of(each)]}
-        rounds = [_fitted(by_rank[each], parameters) for each in sorted(by_rank)]
+        ordered = sorted(states, key=_rank_of)
+        rounds = [_fitted(_parse(each), parameters) for each in ordered]
         if len({each.local_steps for each in rounds}) > 1:
             raise StateError(
                 "the ranks' states are of different optimizer steps: pass those of one"
@@ -73,14 +79,14 @@ def load(
         raise StateError(f"rank {rank}: {error}") from error.__cause__
 
 
-def _resharded(saved: Saved, rounds: list[Round], mine: Any) -> SavedLocalSteps:
+def _resharded(saved: Saved, rounds: list[Round], mine: Sequence[Round]) -> SavedLocalSteps:
+    """The round of a rank that takes over those in `mine`, of all `rounds` that were saved."""
     first = rounds[0]
-    residuals = {
-        name: sum(
-            (first.anchor[name] - each.weights[name] for each in mine[1:]), start=residual.clone()
-        )
-        for name, residual in saved.residuals.items()
-    }
+    residuals = {name: residual.clone() for name, residual in saved.residuals.items()}
+    for each in mine[1:]:
+        if all(torch.isfinite(x).all() for x in each.weights.values()):  # else it is rolled back
+            for name, residual in residuals.items():
+                residual += each.change(name)
     weights = mine[0].weights if mine else first.anchor
     same = Round(first.local_steps, first.anchor, weights, first.momentum)
     return _joined(Saved(saved.metadata, residuals, saved.arrived), same)
@@ -92,7 +98,7 @@ def _joined(saved: Saved, each: Round) -> SavedLocalSteps:
 
 
 def _rank_of(state: Any) -> int:
-    return msgspec.json.decode(state["metadata"])["rank"]
+    return json.loads(state["metadata"])["rank"]
 
 
 def _parse(state: Any) -> Round:

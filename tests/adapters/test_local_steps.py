@@ -386,6 +386,30 @@ def test_another_number_of_ranks_takes_over_inside_a_round(worlds, gathered):
             assert same(state["momentum"], before["momentum"])
 
 
+def fewer_ranks(comm, states: list) -> dict:
+    _, _, handle = start(comm)
+    handle.load_state_dict(states)
+    return handle.state_dict()
+
+
+def inside_a_round(comm) -> dict:
+    net, optimizer, handle = start(comm)
+    take_steps(net, optimizer, comm.rank, range(6))
+    return handle.state_dict()
+
+
+def test_a_round_that_is_not_finite_is_not_taken_over():
+    states = simulate(3, inside_a_round)
+    before = copy.deepcopy(states)
+    states[2]["weights"]["head.bias"][0] = float("nan")
+    first, second = simulate(2, lambda comm: fewer_ranks(comm, states))
+    for name, residual in first["residuals"].items():
+        had = before[0]["residuals"][name] + before[2]["residuals"][name]
+        torch.testing.assert_close(residual, had)
+    assert same(second["residuals"], before[1]["residuals"])
+    assert same(first["weights"], before[0]["weights"])
+
+
 def load_of_other_kind(group) -> tuple:
     _, _, handle = start(group)
     model = DistributedDataParallel(Net(), process_group=group)

@@ -86,7 +86,7 @@ def _resharded(saved: Saved, rounds: list[Round], mine: Sequence[Round]) -> Save
     for each in mine[1:]:
         if all(torch.isfinite(x).all() for x in each.weights.values()):  # else it is rolled back
             for name, residual in residuals.items():
-                residual += each.change(name)
+                residual.add_(each.change(name))
     weights = mine[0].weights if mine else first.anchor
     same = Round(first.local_steps, first.anchor, weights, first.momentum)
     return _joined(Saved(saved.metadata, residuals, saved.arrived), same)

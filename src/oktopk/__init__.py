@@ -2,6 +2,9 @@
 
 reducer = oktopk.Reducer(numel, method="oktopk", density=0.02)
 stats = reducer.reduce_(flat_gradient)   # in place: the average; the same bits on all ranks
+
+handle = oktopk.attach(ddp_model, optimizer=optimizer)               # every step
+outer = oktopk.local_steps(model, optimizer, every=32, density=0.05) # every 32nd step
 """
 
 from oktopk.utils import signals
@@ -12,6 +15,8 @@ if signals.started_as_command():  # Ctrl-C while torch is imported must not prin
 
 from oktopk.adapters.ddp.attach import attach
 from oktopk.adapters.ddp.handle import Handle
+from oktopk.adapters.local_steps.handle import LocalSteps
+from oktopk.adapters.local_steps.local_steps import local_steps
 from oktopk.adapters.policy import Policy
 from oktopk.comm.communicator import Comm
 from oktopk.comm.simulated import simulate
@@ -27,6 +32,7 @@ __all__ = [
     "Comm",
     "ExchangeError",
     "Handle",
+    "LocalSteps",
     "NonfiniteError",
     "Policy",
     "Reducer",
@@ -35,5 +41,6 @@ __all__ = [
     "StepStats",
     "__version__",
     "attach",
+    "local_steps",
     "simulate",
 ]

@@ -17,6 +17,7 @@ from oktopk.comm.torch_transport import TorchTransport
 from oktopk.engine import saved_state
 from oktopk.engine.buckets import MAX_INDEXABLE, Bucket
 from oktopk.engine.engine import Engine
+from oktopk.methods.base import Average
 from oktopk.settings import OnNonfinite, Settings
 from oktopk.stats import Phase, StepStats
 from oktopk.utils.arguments import integer, short_repr
@@ -40,6 +41,8 @@ class Reducer:
         warmup_steps: dense steps before the sparse phase.
         schedule: (steps, density) pairs that follow the warm-up.
         overshoot: see `oktopk.Settings`.
+        average: divide a sum by the number of `all` ranks, or of the `senders` of that entry.
+        decay: multiply the residual by this before each exchange.
         wire: how entries travel: `plain`, `fp32`, `bf16`, `fp16` or `int8`.
         exact_every: steps between exact thresholds (`oktopk`).
         bounds_every: steps between updates of the region bounds (`oktopk`).
@@ -58,6 +61,8 @@ class Reducer:
         warmup_steps: int = 0,
         schedule: tuple[tuple[int, float], ...] = (),
         overshoot: float = 0.0,
+        average: Average = "all",
+        decay: float = 1.0,
         wire: CodecName = "bf16",
         exact_every: int = 32,
         bounds_every: int = 64,
@@ -82,6 +87,8 @@ class Reducer:
             warmup_steps=warmup_steps,
             schedule=schedule,
             overshoot=overshoot,
+            average=average,
+            decay=decay,
             wire=wire,
             exact_every=exact_every,
             bounds_every=bounds_every,

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal, get_args
 
 from oktopk.methods import METHODS
+from oktopk.methods.base import Average
 from oktopk.utils.arguments import (
     choice,
     flag,
@@ -19,6 +20,7 @@ from oktopk.wire.codec import CodecName
 
 Scope = Literal["model", "bucket"]
 OnNonfinite = Literal["skip", "raise", "deliver"]
+CHOICES = {"wire": CodecName, "scope": Scope, "on_nonfinite": OnNonfinite, "average": Average}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +49,14 @@ class Settings:
 
     bounds_every: int = 64
     """Steps between updates of the region bounds (`oktopk`; tau of the paper)."""
+
+    average: Average = "all"
+    """Divide a sum by the number of `all` ranks, or of the `senders` of that entry. Ranks send
+    different entries, so over all ranks most of an average is zeros that nobody measured."""
+
+    decay: float = 1.0
+    """Multiply the residual by this before each exchange, in [0, 1]. 1 is plain error feedback, and
+    0 forgets what was not sent."""
 
     on_nonfinite: OnNonfinite = "skip"
     """When a rank has a NaN or Inf, all ranks skip the step (gradients of zero), raise, or deliver
@@ -97,13 +107,16 @@ class Settings:
         self._set("overshoot", number("overshoot", self.overshoot, "in [0, 1]"))
         if not 0 <= self.overshoot <= 1:
             raise ValueError(f"overshoot must be in [0, 1], got {self.overshoot}")
+        self._set("decay", number("decay", self.decay, "in [0, 1]"))
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"decay must be in [0, 1], got {self.decay}")
         if self.max_beta1 is not None:
             self._set("max_beta1", number("max_beta1", self.max_beta1, "in [0, 1), or None"))
             if not 0 <= self.max_beta1 < 1:
                 raise ValueError(f"max_beta1 must be in [0, 1), or None, got {self.max_beta1}")
         for name in ("staleness_correction", "rescale_with_lr"):
             flag(name, getattr(self, name))
-        for name, words in {"wire": CodecName, "scope": Scope, "on_nonfinite": OnNonfinite}.items():
+        for name, words in CHOICES.items():
             choice(name, getattr(self, name), get_args(words))
 
     def _set(self, name: str, value: object) -> None:

@@ -195,7 +195,7 @@ def test_the_checksum_sees_order():
 
 
 def threads_of(handle) -> list:
-    return [handle.thread._thread, handle._failure_detector._thread]
+    return [handle.thread._thread, handle._connection.failure_detector._thread]
 
 
 def after_close(group) -> tuple:

@@ -15,14 +15,19 @@ from oktopk.comm.failure_detector import STORE_UNREACHABLE
 from worlds import forkserver
 
 SIZE = 4
-PHASES = {"dense": 10**6, "sparse": 0}  # warm-up steps
+# arguments of `attach`, or of `local_steps`
+PHASES = {
+    "dense": {"warmup_steps": 10**6},
+    "sparse": {"warmup_steps": 0},
+    "local steps": {"every": 1},
+}
 
 
 @contextmanager
-def training(folder, *, timeout: float, warmup: int, init_method: str = "", odd: str = ""):
+def training(folder, *, timeout: float, more: dict, init_method: str = "", odd: str = ""):
     """Four ranks in the middle of training, rank 1 maybe odd, and the files with what they say."""
     context = forkserver()
-    attached = {"density": 0.05, "warmup_steps": warmup, "timeout": timeout}
+    attached = {"density": 0.05, "timeout": timeout, **more}
     init_method = init_method or f"file://{folder}/store"
     files = [folder / str(rank) for rank in range(SIZE)]
     ranks = [
@@ -70,7 +75,7 @@ def output_of_others(ranks, files, victim: int) -> list[str]:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_the_other_ranks_name_the_lost_one(tmp_path, blow, phase):
-    with training(tmp_path, timeout=6.0, warmup=PHASES[phase]) as (ranks, files):
+    with training(tmp_path, timeout=6.0, more=PHASES[phase]) as (ranks, files):
         os.kill(ranks[2].pid, blow)
         for text in output_of_others(ranks, files, 2):
             assert re.search(r"step \d+: rank 2 does not answer: it died, stopped", text), text
@@ -80,7 +85,7 @@ def test_the_other_ranks_name_the_lost_one(tmp_path, blow, phase):
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_that_fails_alone_tells_the_others_why(tmp_path, phase):
     """At once: nobody waits for the timeout, which is longer than this test."""
-    with training(tmp_path, timeout=300, warmup=PHASES[phase], odd="breaks") as (ranks, files):
+    with training(tmp_path, timeout=300, more=PHASES[phase], odd="breaks") as (ranks, files):
         for text in output_of_others(ranks, files, 1):
             assert "rank 1 failed in step 20: TypeError: 'NoneType'" in text, text
         ranks[1].join(40)
@@ -88,14 +93,17 @@ def test_a_rank_that_fails_alone_tells_the_others_why(tmp_path, phase):
 
 
 def test_a_rank_that_is_only_late_is_not_reported_as_lost(tmp_path):
-    with training(tmp_path, timeout=6.0, warmup=0, odd="sleeps") as (ranks, files):
+    with training(tmp_path, timeout=6.0, more=PHASES["sparse"], odd="sleeps") as (ranks, files):
         for text in output_of_others(ranks, files, 1):
             assert "all ranks answer, the last of them rank 1 in step 19: a rank was" in text, text
 
 
 def test_without_a_store_the_other_ranks_say_so(tmp_path, free_port):
     init_method = f"tcp://127.0.0.1:{free_port}"
-    with training(tmp_path, timeout=6.0, warmup=0, init_method=init_method) as (ranks, files):
+    with training(tmp_path, timeout=6.0, more=PHASES["sparse"], init_method=init_method) as (
+        ranks,
+        files,
+    ):
         os.kill(ranks[0].pid, signal.SIGKILL)
         for text in output_of_others(ranks, files, 0):
             assert STORE_UNREACHABLE in text, text
@@ -103,7 +111,10 @@ def test_without_a_store_the_other_ranks_say_so(tmp_path, free_port):
 
 def test_with_a_stopped_store_the_other_ranks_say_so(tmp_path, free_port):
     init_method = f"tcp://127.0.0.1:{free_port}"
-    with training(tmp_path, timeout=6.0, warmup=10**6, init_method=init_method) as (ranks, files):
+    with training(tmp_path, timeout=6.0, more=PHASES["dense"], init_method=init_method) as (
+        ranks,
+        files,
+    ):
         os.kill(ranks[0].pid, signal.SIGSTOP)
         for text in output_of_others(ranks, files, 0):
             assert STORE_UNREACHABLE in text, text

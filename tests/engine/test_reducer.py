@@ -291,6 +291,7 @@ def test_public_names():
         "Comm",
         "ExchangeError",
         "Handle",
+        "LocalSteps",
         "NonfiniteError",
         "Policy",
         "Reducer",
@@ -299,6 +300,7 @@ def test_public_names():
         "StepStats",
         "__version__",
         "attach",
+        "local_steps",
         "simulate",
     }
 

@@ -10,13 +10,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+import rounds
 from idioms import IDIOMS, build, one_step
 
 
 def main(
     rank: int, size: int, init_method: str, attached: dict, steps: int = 10**9, odd: str = ""
 ) -> None:
-    """Train, say "ten steps" after ten of them; an `odd` rank breaks or sleeps in step 20."""
+    """Train, by local steps if `attached` has `every`, and say "ten steps" after ten of them.
+
+    An `odd` rank breaks or sleeps in step 20.
+    """
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
@@ -26,7 +30,11 @@ def main(
         world_size=size,
         timeout=timedelta(seconds=30),
     )
-    model, called, optimizer, handle = build(None, IDIOMS["plain"], 0, attached)
+    if "every" in attached:
+        model, optimizer, handle = rounds.start(None, **attached)
+        called = model
+    else:
+        model, called, optimizer, handle = build(None, IDIOMS["plain"], 0, attached)
     for step in range(steps):
         if odd == "breaks" and step == 20:
             handle.driver.engine.begin = None  # an error on the communication thread

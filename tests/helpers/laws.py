@@ -9,17 +9,23 @@ from torch import Tensor
 
 from oktopk import (
     METHODS,
+    Policy,
     Reducer,
     StepStats,
+    local_steps,
     simulate,
 )
 from oktopk.comm.communicator import Comm
+from oktopk.comm.torch_transport import TorchTransport
 from streams import STREAMS
 
 
 @dataclass
 class Step:
-    """One rank's step. `total` is the result as the sum over ranks, rebuilt from the average."""
+    """One rank's step. `total` is the result as the sum over ranks, rebuilt from the average.
+
+    Averaged over senders it is the average: how many sent an entry is not known here.
+    """
 
     acc: Tensor
     total: Tensor
@@ -38,10 +44,54 @@ def trajectory(
     for step in range(steps):
         grad = STREAMS[stream](n, rank, step).to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
-        acc = grad.to(wide) + reducer.residual.to(wide)
+        decay = reducer.settings.decay
+        acc = grad.to(wide) + reducer.residual.to(wide) * decay
         stats = reducer.reduce_(grad)
         residual = reducer.residual.to(torch.float64, copy=True)
-        done.append(Step(acc.double(), grad.double() * size, residual, stats))
+        over_all = reducer.settings.average == "all" or stats.phase == "dense"
+        times = size if over_all else 1
+        done.append(Step(acc.double(), grad.double() * times, residual, stats))
+    return done
+
+
+def local_steps_trajectory(
+    where,
+    method: str,
+    n: int,
+    density: float,
+    stream: str,
+    rounds: int,
+    dtype=torch.float64,
+    **more,
+) -> list[Step]:
+    """The same over rounds of local steps: SGD with the stream as gradient, so `acc` is known."""
+    comm = where if isinstance(where, Comm) else Comm(TorchTransport(where))
+    every, seen = more.pop("every", 2), []
+    weights = torch.nn.Parameter(torch.zeros(n, 1, dtype=dtype))
+    optimizer = torch.optim.SGD([weights], lr=1.0)
+    model = torch.nn.ParameterList([weights])
+    arguments = {"average": "all", "decay": 1.0, "policy": Policy(vectors=False, below=0)} | more
+    how = {"method": method, "density": density, "every": every, "on_step": seen.append}
+    handle = local_steps(model, optimizer, comm=comm, **how, **arguments)
+    over_all = handle.settings.average == "all" or method == "dense"
+    done = []
+    for number in range(rounds):
+        before = weights.detach().to(torch.float64, copy=True).view(-1)
+        residual = handle.residuals.get("0", torch.zeros(n, dtype=dtype)).double().view(-1)
+        acc = residual * handle.settings.decay
+        for step in range(every):
+            grad = STREAMS[stream](n, comm.rank, number * every + step)
+            weights.grad = grad.to(dtype).view(n, 1)
+            now = (weights.detach() - weights.grad).double().view(-1)
+            optimizer.step()
+        assert len(seen) == number + 1
+        after = weights.detach().to(torch.float64, copy=True).view(-1)
+        mean = before - after
+        residual = handle.residuals.get("0", torch.zeros(n, dtype=dtype))
+        residual = residual.to(torch.float64, copy=True).view(-1)
+        times = comm.size if over_all else 1
+        done.append(Step(acc + (before - now), mean * times, residual, seen[-1]))
+    handle.close()
     return done
 
 
@@ -50,11 +100,25 @@ def simulated(size: int, *args, **more) -> list[list[Step]]:
     return simulate(size, lambda comm: trajectory(comm, *args, **more))
 
 
-def assert_nothing_is_lost(ranks: list[list[Step]], tolerance: float) -> None:
-    """Sum of acc = result + sum of residuals; tolerance 0 asks for the very bits."""
+def num_senders(done: tuple[Step, ...]) -> Tensor:
+    """By entry, how many times the average has left the residuals: a whole number, at most P."""
+    left = sum(rank.acc - rank.residual for rank in done)
+    mean = done[0].total
+    num = torch.where(mean == 0, 0.0, left / mean).round()
+    assert ((num >= 0) & (num <= len(done))).all()
+    assert num[mean != 0].all()
+    return num
+
+
+def assert_nothing_is_lost(ranks: list[list[Step]], tolerance: float, average: str = "all") -> None:
+    """Sum of acc = result + sum of residuals; tolerance 0 asks for the very bits.
+
+    Averaged over senders, the result counts as many times as it had senders.
+    """
     for step, done in enumerate(zip(*ranks, strict=True)):
         had = sum(rank.acc for rank in done)
-        total = done[0].total if tolerance else done[0].total.round()
+        total = done[0].total if average == "all" else done[0].total * num_senders(done)
+        total = total if tolerance else total.round()
         have = total + sum(rank.residual for rank in done)
         scale = max(1.0, *(float(rank.acc.abs().max()) if len(rank.acc) else 0.0 for rank in done))
         worst = float((had - have).abs().max()) if len(had) else 0.0

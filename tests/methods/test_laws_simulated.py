@@ -15,6 +15,7 @@ from laws import (
     simulated,
 )
 from oktopk import METHODS
+from oktopk.wire.codec import CODECS
 from streams import STREAMS
 
 over_methods = pytest.mark.parametrize("method", METHODS)
@@ -44,10 +45,16 @@ def test_laws_hold_for_many_simulated_ranks(P, steps, method):
     density=st.floats(0.001, 1.0),
     stream=st.sampled_from(sorted(STREAMS)),
     dtype=st.sampled_from([torch.float64, torch.float32]),
+    average=st.sampled_from(["all", "senders"]),
+    decay=st.sampled_from([1.0, 0.5, 0.0]),
 )
-def test_laws_hold_whatever_the_shape(method, P, n, density, stream, dtype):
-    ranks = simulated(P, method, n, density, stream, 5, dtype, exact_every=3, bounds_every=2)
-    assert_nothing_is_lost(ranks, tolerance=1e-12 if dtype == torch.float64 else 1e-5)
+def test_laws_hold_whatever_the_shape(method, P, n, density, stream, dtype, average, decay):
+    more = {"exact_every": 3, "bounds_every": 2, "average": average, "decay": decay}
+    ranks = simulated(P, method, n, density, stream, 5, dtype, **more)
+    whole = average if method != "dense" else "all"  # everything is sent by all ranks
+    if whole == "all" or dtype == torch.float64:
+        tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+        assert_nothing_is_lost(ranks, tolerance, whole)
     assert_all_agree(ranks)
     for done in ranks:
         for step in done:
@@ -64,3 +71,14 @@ def test_half_precision_gradients_keep_fp32_residuals(method, P, dtype):
     assert_all_agree(ranks)
     # the delivered average is rounded to 16 bits; what is owed is not
     assert_nothing_is_lost(ranks, tolerance=torch.finfo(dtype).eps)
+
+
+@over_methods
+@pytest.mark.parametrize("P", [2, 3, 5])
+@pytest.mark.parametrize("wire", CODECS)
+def test_rounded_averages_over_senders_lose_nothing(method, P, wire):
+    """What division and rounding take off a quotient, times its senders, stays in a residual."""
+    how = {"wire": wire, "average": "senders", "decay": 0.9}
+    ranks = simulated(P, method, 1000, 0.05, "heavy", 12, torch.float32, **how)
+    assert_all_agree(ranks)
+    assert_nothing_is_lost(ranks, 1e-5, "all" if method == "dense" else "senders")

@@ -22,6 +22,7 @@ EXAMPLES = {
     "torchrun_digits.py": ("torch", TORCHRUN),
     "accelerate_digits.py": ("accelerate", TORCHRUN),
     "lightning_digits.py": ("lightning", ()),
+    "local_steps_text.py": ("torch", TORCHRUN),
 }
 SAID = re.compile(
     r"accuracy ([\d.]+) after (\d+) steps\n"
@@ -90,6 +91,21 @@ def test_example_learns_and_saves_traffic(script):
     assert 0 < began < num_steps
     # every step after the warm-up sends less than a tenth
     assert sent < dense * (began + 0.1 * (num_steps - began)) / num_steps
+    assert not warnings_in(stderr)
+
+
+@pytest.mark.timeout(120)
+def test_the_example_of_local_steps_learns_and_saves_traffic():
+    code, stdout, stderr = run("local_steps_text.py", TORCHRUN)
+    assert code == 0, stderr
+    said = re.fullmatch(
+        r"loss ([\d.]+) after 300 steps and 30 exchanges\nbytes sent ([\d,]+) of ([\d,]+) dense\n",
+        stdout,
+    )
+    assert said, f"stdout: {stdout}\nstderr: {stderr}"
+    sent, dense = (int(text.replace(",", "")) for text in said.groups()[1:])
+    assert float(said[1]) < 2.5  # a uniform guess has 5.5, letters by their frequency about 3.4
+    assert sent < dense / 100
     assert not warnings_in(stderr)
 
 

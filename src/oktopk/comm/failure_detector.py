@@ -181,6 +181,18 @@ class StoreFailureDetector:
         return diagnose(reports, len(self._report_keys))
 
 
+class NoFailureDetector:
+    """For ranks that share no store: errors are raised as they are."""
+
+    step = 0
+    diagnosis: str | None = None
+
+    def abort(self, error: BaseException, connections: Closeable) -> None:
+        connections.close()
+
+    def close(self) -> None: ...
+
+
 _job_detector: StoreFailureDetector | None = None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oktopk.engine.buckets import Buckets
+from oktopk.methods.base import Average
 from oktopk.settings import Settings, num_kept
 from oktopk.stats import Phase
 from oktopk.wire.codec import CodecName
@@ -24,6 +25,7 @@ class GroupPlan:
 
     buckets: range
     k: int
+    """At density 1 the size of the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,12 @@ class StepPlan:
     overshoot: float
     """Deliver this much more of every sum than was accumulated (`Settings.overshoot`)."""
 
+    average: Average
+    """Which ranks the sparse sums are averaged over. What travels dense is averaged over all."""
+
+    decay: float
+    """The residual is multiplied by this first (`Settings.decay`)."""
+
     groups: tuple[GroupPlan, ...]
     whole_model: bool
     """Whether all buckets are one group, in order to set the quotas of the next steps."""
@@ -51,12 +59,23 @@ def make_plan(settings: Settings, step: int, buckets: Buckets, quotas: list[int]
         groups = tuple(
             GroupPlan(range(i, i + 1), bucket.numel) for i, bucket in enumerate(buckets.items)
         )
-        return StepPlan(step, "dense", 1.0, buckets.numel, "plain", 0.0, groups, False)
+        return StepPlan(
+            step=step,
+            phase="dense",
+            density=1.0,
+            k=buckets.numel,
+            codec="plain",
+            overshoot=0.0,
+            average="all",
+            decay=settings.decay,
+            groups=groups,
+            whole_model=False,
+        )
     density = settings.density_at(step)
     k = num_kept(buckets.numel - buckets.num_dense, density)
     whole_model = _sets_quotas(settings, step, buckets, quotas, k)
     if whole_model:
-        groups = (GroupPlan(buckets.everything, k),)
+        groups = (GroupPlan(buckets.everything, _all_if_dense(buckets.numel, k, density)),)
     else:
         groups = tuple(
             GroupPlan(group, _group_k(i, group, buckets, quotas, k, density))
@@ -64,8 +83,18 @@ def make_plan(settings: Settings, step: int, buckets: Buckets, quotas: list[int]
         )
     # at density 1 every entry arrives in every step: then it arrives unrounded
     codec: CodecName = "plain" if density == 1 else settings.wire
-    overshoot = settings.overshoot_at(step)
-    return StepPlan(step, "sparse", density, k, codec, overshoot, groups, whole_model)
+    return StepPlan(
+        step=step,
+        phase="sparse",
+        density=density,
+        k=k,
+        codec=codec,
+        overshoot=settings.overshoot_at(step),
+        average=settings.average,
+        decay=settings.decay,
+        groups=groups,
+        whole_model=whole_model,
+    )
 
 
 def has_quotas(settings: Settings, buckets: Buckets) -> bool:
@@ -87,7 +116,18 @@ def _group_k(
     number: int, group: range, buckets: Buckets, quotas: list[int], k: int, density: float
 ) -> int:
     if quotas:
-        return quotas[number]
-    if len(buckets.groups) == 1:
-        return k
-    return num_kept(buckets.num_sparse(group), density)
+        group_k = quotas[number]
+    elif len(buckets.groups) == 1:
+        group_k = k
+    else:
+        group_k = num_kept(buckets.num_sparse(group), density)
+    return _all_if_dense(buckets.starts[group.stop] - buckets.starts[group.start], group_k, density)
+
+
+def _all_if_dense(numel: int, k: int, density: float) -> int:
+    """At density 1 a method may keep everything there is, what travels dense included.
+
+    That part is 0 in the vector it selects from. With a k below the size of that vector, a method
+    would look for a threshold that about k entries reach, and leave out up to a tenth of them.
+    """
+    return numel if density == 1 else k

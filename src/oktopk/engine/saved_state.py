@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import torch
@@ -31,6 +31,9 @@ DTYPES = (torch.float32, torch.float64)
 """Of a residual."""
 RANKS = "ranks"
 """Key of the states of all ranks in a gathered state."""
+
+Exchanged = Literal["gradients", "weight changes"]
+"""What a model's ranks exchange, and so what its residuals are of."""
 
 
 class SavedRates(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +58,7 @@ class SavedMetadata(msgspec.Struct, frozen=True, kw_only=True):
     settled_layout: Layout
     engine: SavedEngine
     residual_scaling: SavedRates
+    exchanged: Exchanged = "gradients"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ def load(
     rank: int,
     world_size: int,
     method: str | None,
+    exchanged: Exchanged = "gradients",
     parameters: Mapping[str, Tensor],
     frozen: Collection[str],
 ) -> Saved:
@@ -98,6 +103,11 @@ def load(
             raise StateError(
                 f"the state was saved with method={saved.metadata.method!r} and this is "
                 f"{method!r}: attach with the method it was saved with"
+            )
+        if saved.metadata.exchanged != exchanged:
+            raise StateError(
+                f"the state has residuals of {saved.metadata.exchanged}, and {exchanged} are "
+                "exchanged here: attach and local_steps cannot load each other's states"
             )
         return _fitted(saved, parameters, frozen)
     except StateError as error:
@@ -141,8 +151,8 @@ def _parse(state: Any) -> Saved:
             f"'residuals', got {had or 'an empty one'}"
         )
     metadata = _parse_metadata(state["metadata"])
-    residuals = _tensors(state["residuals"], "residuals", DTYPES)
-    arrived = _tensors(state.get("arrived", {}), "arrived", (torch.int32,))
+    residuals = checked_tensors(state["residuals"], "residuals", DTYPES)
+    arrived = checked_tensors(state.get("arrived", {}), "arrived", (torch.int32,))
     for name, residual in residuals.items():
         if not torch.isfinite(residual).all():
             raise StateError(f"the residual of {name!r} has a NaN or Inf: load an older checkpoint")
@@ -196,7 +206,7 @@ def _check_engine(engine: SavedEngine, world_size: int) -> None:
             raise StateError(f"the state has the region bounds {short_repr(bounds)}")
 
 
-def _tensors(value: Any, key: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, Tensor]:
+def checked_tensors(value: Any, key: str, dtypes: tuple[torch.dtype, ...]) -> dict[str, Tensor]:
     """Dense tensors with data, by name."""
     if not isinstance(value, dict):
         raise StateError(f"{key!r} must be tensors by name, got a {type(value).__name__}")

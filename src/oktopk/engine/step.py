@@ -88,8 +88,7 @@ class Step:
         gradient did; they are the same on all ranks, so all ranks see that too.
         """
         dtypes = {bucket: grad.dtype for bucket, grad in self.grads.items()}
-        divisor = self._comm.size / (1 + self.plan.overshoot)
-        finite = self.recorder.all_finite(dtypes, divisor)
+        finite = self.recorder.all_finite(dtypes, self._divisor / (1 + self.plan.overshoot))
         self._comm.nonfinite = self._comm.nonfinite or not finite
         return not self._comm.nonfinite
 
@@ -117,6 +116,8 @@ class Step:
     def _five_moves(self, group: GroupPlan, state: MethodState) -> Moves:
         """The exchange of one group of buckets, line by line as in the paper.
 
+        With a decay, `residual` stands for the decayed one.
+
         A generator, because a group arrives bucket by bucket, and because nothing may be applied
         before all ranks know that none of them had a NaN.
         """
@@ -136,7 +137,8 @@ class Step:
             dense_part = torch.cat(dense_parts)
             local = self._without_nonfinite(local, group.k, acc, dense_part)
         with recorder.clock("exchange"):  # result = exchange(local)
-            sums = method.exchange(local, dense_part, group.k, state, self.plan.codec, self._comm)
+            how = self.plan.codec, self._comm, self.plan.average
+            sums = method.exchange(local, dense_part, group.k, state, *how)
             recorder.sums |= by_bucket(sums, group.buckets, self._buckets)
         del local, sums, dense_part, dense_parts, candidates  # their memory is not needed any more
         yield  # wait until all groups are exchanged and all ranks agree to apply
@@ -150,7 +152,8 @@ class Step:
         with self.recorder.clock("select"):
             acc = grad.to(acc_dtype(grad))
             if self.memory.residual is not None:  # of a sparse phase before this dense one
-                acc = acc + self._buckets.part(self.memory.residual, group.buckets)
+                residual = self._buckets.part(self.memory.residual, group.buckets)
+                acc = acc + (residual if self.plan.decay == 1 else residual * self.plan.decay)
         with self.recorder.clock("exchange"):
             sums = dense.all_reduce(acc, self._comm)
             self.recorder.sums[bucket] = sums
@@ -165,6 +168,8 @@ class Step:
         only = range(bucket, bucket + 1)
         residual = self._buckets.part(self.memory.residual, only)
         acc = self._buckets.part(self.memory.acc, only)
+        if self.plan.decay != 1:  # in the memory of `acc`, which is written in place below
+            residual = torch.mul(residual, self.plan.decay, out=acc)
         x = grad.to(residual.dtype)
         dense_part = self._take_dense_part(bucket, x, residual)
         self._leave_out_unused(bucket, grad, x, residual)
@@ -208,11 +213,16 @@ class Step:
         self._comm.nonfinite = self._comm.nonfinite or not finite
         return local if finite else empty(local.numel, acc)
 
+    @property
+    def _divisor(self) -> int:
+        """What turns a sparse sum into an average; one over its senders is an average already."""
+        return 1 if self.plan.average == "senders" else self._comm.size
+
     def _apply_bucket(self, bucket: int) -> None:
         sums, grad = self.recorder.sums[bucket], self.grads[bucket]
         assert isinstance(sums, SparseSum) and self.memory.acc is not None
         acc = self._buckets.part(self.memory.acc, range(bucket, bucket + 1))
-        apply_sparse_(grad, acc, sums, self._comm.size, self.plan.overshoot)
+        apply_sparse_(grad, acc, sums, self._divisor, self.plan.overshoot)
         ranges = self._buckets.items[bucket].dense
         totals = sums.dense_part.split([end - start for start, end in ranges]) if ranges else ()
         for (start, end), total in zip(ranges, totals, strict=True):

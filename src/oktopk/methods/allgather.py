@@ -6,7 +6,14 @@ from torch import Tensor
 
 from oktopk import kernels
 from oktopk.comm.communicator import Comm
-from oktopk.methods.base import SparseSum, codec_for, imbalance
+from oktopk.methods.base import (
+    Average,
+    SparseSum,
+    codec_for,
+    count_senders,
+    divided,
+    imbalance,
+)
 from oktopk.methods.cost_model import Cost, Work
 from oktopk.methods.state import MethodState
 from oktopk.sparse import Sparse
@@ -15,7 +22,13 @@ from oktopk.wire.codec import CodecName, EntryRange
 
 
 def all_gather(
-    local: Sparse, dense_part: Tensor, k: int, state: MethodState, codec: CodecName, comm: Comm
+    local: Sparse,
+    dense_part: Tensor,
+    k: int,
+    state: MethodState,
+    codec: CodecName,
+    comm: Comm,
+    average: Average = "all",
 ) -> SparseSum:
     """Send every rank's selection to every rank and sum it there. 2k(P-1) words: grows with P."""
     codec, dtype = codec_for(local.values, codec), local.values.dtype
@@ -31,8 +44,12 @@ def all_gather(
     received = comm.exchange(dict.fromkeys(comm.peers, words), sizes, words.device, stage="gather")
     own = message.Message(local.indices, decoded, dense_part)
     indices, values, dense_sum = message.read_all(received, ranges, codec, own, comm.rank)
+    sums = kernels.merge(indices, values, counts, 0, local.numel)
+    num_senders = None
+    if average == "senders":
+        num_senders = count_senders(indices, values, counts, 0, local.numel)
     return SparseSum(
-        kernels.merge(indices, values, counts, 0, local.numel),
+        divided(sums, num_senders),
         Sparse(local.indices, decoded, local.numel),
         dense_sum,
         imbalance=imbalance(counts),

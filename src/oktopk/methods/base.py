@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from oktopk import kernels
 from oktopk.comm.communicator import Comm
 from oktopk.methods.candidates import Candidates
 from oktopk.methods.cost_model import Cost, Work
 from oktopk.methods.state import MethodState
 from oktopk.sparse import Sparse
-from oktopk.wire.codec import CodecName
+from oktopk.wire.codec import CodecName, is_exact
+
+Average = Literal["all", "senders"]
+"""Whether a sum is divided by the number of all ranks, or of those that sent the entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,8 @@ class SparseSum:
     """The result of a sparse exchange, and what this rank must know to update its residual."""
 
     result: Sparse
-    """The sum over ranks, with the same bits on every rank."""
+    """The sum over ranks, with the same bits on every rank. If it is averaged over senders, each
+    sum is divided by the number of ranks that sent its entry."""
 
     sent: Sparse
     """What this rank contributed, as the receivers decoded it: rounded where the codec rounds."""
@@ -76,7 +81,9 @@ class ProposeCandidates(Protocol):
 class Exchange(Protocol):
     """Sums what all ranks selected. Every rank must call it, whatever it has selected.
 
-    `dense_part` are entries that travel dense beside the selected ones; they are summed too.
+    `dense_part` are entries that travel dense beside the selected ones; they are summed too. With
+    `average="senders"` each selected entry is divided by the number of ranks that sent it; what
+    travels dense is sent by all ranks and stays a sum.
     """
 
     def __call__(
@@ -87,6 +94,7 @@ class Exchange(Protocol):
         state: MethodState,
         codec: CodecName,
         comm: Comm,
+        average: Average = "all",
     ) -> SparseSum: ...
 
 
@@ -124,3 +132,35 @@ def codec_for(values: Tensor, codec: CodecName) -> CodecName:
 def imbalance(counts: list[int]) -> float:
     """Largest count over the mean count; 1 when there are none."""
     return max(counts) * len(counts) / sum(counts) if sum(counts) else 1.0
+
+
+def count_senders(indices: Tensor, values: Tensor, splits: list[int], lo: int, hi: int) -> Tensor:
+    """How many of several selections have each entry of their sum, as `kernels.merge` orders it."""
+    return kernels.merge(indices, torch.ones_like(values), splits, lo, hi).values
+
+
+def divided(sums: Sparse, num_senders: Tensor | None) -> Sparse:
+    """The sums over the numbers of their senders; without numbers, the sums as they are."""
+    if num_senders is None:
+        return sums
+    return Sparse(sums.indices, sums.values / num_senders, sums.numel)
+
+
+def correction(
+    sums: Sparse, decoded: Tensor, num_senders: Tensor | None, codec: CodecName
+) -> tuple[Sparse, ...]:
+    """What was taken off this rank's sums before all ranks decoded them: it stays in the residual.
+
+    `decoded` are the sums as all ranks read them, each divided by the number of its senders. Times
+    that number they are what was applied of the sum.
+    """
+    if num_senders is not None:
+        return (Sparse(sums.indices, sums.values - decoded * num_senders, sums.numel),)
+    if is_exact(codec):
+        return ()
+    return (Sparse(sums.indices, sums.values - decoded, sums.numel),)
+
+
+def at_indices(values: Tensor, sparse: Sparse, kept: Sparse) -> Tensor:
+    """The values that belong to the entries of `sparse` that were kept."""
+    return values[torch.searchsorted(sparse.indices, kept.indices)]

@@ -2,6 +2,9 @@
 
 A node may cut a sum whose index survives through another branch, or round it. The published method
 loses that; here it goes to the residual of the node that cut it.
+
+To average over senders, the numbers of senders travel up the tree, one more word for each entry,
+and the root divides.
 """
 
 from __future__ import annotations
@@ -15,13 +18,38 @@ from torch import Tensor
 from oktopk import kernels
 from oktopk.comm.communicator import Comm
 from oktopk.methods import selection
-from oktopk.methods.base import SparseMethod, SparseSum, codec_for
+from oktopk.methods.base import (
+    Average,
+    SparseMethod,
+    SparseSum,
+    at_indices,
+    codec_for,
+    correction,
+    divided,
+)
 from oktopk.methods.cost_model import Cost, Work
 from oktopk.methods.selection import top_entries
 from oktopk.methods.state import MethodState
 from oktopk.sparse import Sparse, empty
 from oktopk.wire import message
-from oktopk.wire.codec import CodecName, EntryRange, allocate_entries, is_exact
+from oktopk.wire.codec import CodecName, EntryRange, allocate_entries
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """The sums of a part of the tree."""
+
+    entries: Sparse
+    dense_sum: Tensor
+    num_senders: Tensor | None
+    """How many ranks sent each entry; None if it is not asked for."""
+
+    @property
+    def tail(self) -> Tensor:
+        """What travels dense behind the entries on the way up."""
+        if self.num_senders is None:
+            return self.dense_sum
+        return torch.cat([self.dense_sum, self.num_senders])
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +60,12 @@ class Node:
     codec: CodecName
     like: Sparse
     num_dense: int
+    counts_senders: bool
 
-    def encode(self, entries: Sparse, dense_part: Tensor) -> tuple[Tensor, list[Sparse]]:
-        """The message of some entries, and what rounding takes off them, if anything."""
+    def encode(self, entries: Sparse, dense_part: Tensor) -> tuple[Tensor, Tensor]:
+        """The message of some entries, and their values as they will be decoded."""
         entry_range = EntryRange(entries.num, 0, entries.numel)
-        words, decoded = message.write(
-            entries.indices, entries.values, entry_range, self.codec, dense_part
-        )
-        if is_exact(self.codec):
-            return words, []
-        return words, [Sparse(entries.indices, entries.values - decoded, entries.numel)]
+        return message.write(entries.indices, entries.values, entry_range, self.codec, dense_part)
 
     def decode(self, words: Tensor, num: int) -> tuple[Sparse, Tensor]:
         """The entries of a message, and what travels dense beside them."""
@@ -50,8 +74,14 @@ class Node:
         dense_part = message.read(words, entry_range, self.codec, indices, values)
         return Sparse(indices, values, self.like.numel), dense_part
 
+    def decode_partial(self, words: Tensor, num: int) -> Partial:
+        """The sums of a child's part of the tree."""
+        entries, tail = self.decode(words, num)
+        num_senders = tail[self.num_dense :] if self.counts_senders else None
+        return Partial(entries, tail[: self.num_dense], num_senders)
+
     def send_and_receive(
-        self, words: Tensor | None, num: int, target: int | None, source: int | None, stage: str
+        self, words: Tensor | None, num: int, target: int | None, source: int | None, *, up: bool
     ) -> tuple[Tensor, int] | None:
         """Send a message of `num` entries along one edge; return what came along another.
 
@@ -59,34 +89,48 @@ class Node:
         rank calls it in every round all the same: its sizes travel with those of all others.
         """
         device, dtype = self.like.values.device, self.like.values.dtype
+        stage = "reduce" if up else "broadcast"
         num_incoming = self.comm.send_recv_size(num, target, source, device, stage=stage)
         sizes = {}
         if source is not None:
             entry_range = EntryRange(num_incoming, 0, self.like.numel)
-            sizes[source] = message.num_words(entry_range, self.codec, dtype, self.num_dense)
+            num_dense = self.num_dense + (num_incoming if up and self.counts_senders else 0)
+            sizes[source] = message.num_words(entry_range, self.codec, dtype, num_dense)
         outgoing = {target: words} if target is not None and words is not None else {}
         received = self.comm.exchange(outgoing, sizes, device, stage=stage)
         return None if source is None else (received[source], num_incoming)
 
 
 def exchange(
-    local: Sparse, dense_part: Tensor, k: int, state: MethodState, codec: CodecName, comm: Comm
+    local: Sparse,
+    dense_part: Tensor,
+    k: int,
+    state: MethodState,
+    codec: CodecName,
+    comm: Comm,
+    average: Average = "all",
 ) -> SparseSum:
     """Merge pairwise up a binomial tree, then pass the k entries of the root down.
 
     A rank sends 2k words up and 2k to each child on the way down; 4k log P pass on the longest way.
+    Averaged over senders, it sends k more words up.
     """
-    node = Node(comm, codec_for(local.values, codec), local, dense_part.numel())
+    counts_senders = average == "senders"
+    codec = codec_for(local.values, codec)
+    node = Node(comm, codec, local, dense_part.numel(), counts_senders)
     strides = [1 << level for level in range((comm.size - 1).bit_length())]
-    entries, dense_sum, cut, num_sent = _merge_up(node, strides, local, dense_part, k)
-    words = None
+    num_senders = torch.ones_like(local.values) if counts_senders else None
+    start = Partial(local, dense_part.clone(), num_senders)
+    partial, cut, num_sent = _merge_up(node, strides, start, k)
+    entries, dense_sum, words = partial.entries, partial.dense_sum, None
     if comm.rank == 0:  # every rank reads the words of the root, the root too: so all bits agree
-        words, lost = node.encode(entries, dense_sum)
+        means = divided(entries, partial.num_senders)
+        words, decoded = node.encode(means, dense_sum)
+        cut += correction(entries, decoded, partial.num_senders, codec)
         entries, _ = node.decode(words, entries.num)
-        cut += lost
     for stride in reversed(strides):
         child, parent = _tree_edges(comm, stride)
-        received = node.send_and_receive(words, entries.num, child, parent, "broadcast")
+        received = node.send_and_receive(words, entries.num, child, parent, up=False)
         num_sent += entries.num + dense_part.numel() if child is not None else 0
         if received is not None:
             words, num = received
@@ -96,26 +140,24 @@ def exchange(
 
 
 def _merge_up(
-    node: Node, strides: list[int], local: Sparse, dense_part: Tensor, k: int
-) -> tuple[Sparse, Tensor, list[Sparse], int]:
-    """This rank's entries at the root or when it hands them on, and what was cut off on the way."""
-    entries, dense_sum, num_sent = local, dense_part.clone(), 0
+    node: Node, strides: list[int], partial: Partial, k: int
+) -> tuple[Partial, list[Sparse], int]:
+    """This rank's sums at the root or when it hands them on, and what was cut off on the way."""
     cut: list[Sparse] = []
+    num_sent = 0
     for stride in strides:
         child, parent = _tree_edges(node.comm, stride)
-        words = None
+        words, entries = None, partial.entries
         if parent is not None:
-            words, lost = node.encode(entries, dense_sum)
-            cut += lost
-            num_sent += entries.num + dense_part.numel()
-        received = node.send_and_receive(words, entries.num, parent, child, "reduce")
+            words, decoded = node.encode(entries, partial.tail)
+            cut += correction(entries, decoded, None, node.codec)
+            num_sent += entries.num + node.num_dense
+        received = node.send_and_receive(words, entries.num, parent, child, up=True)
         if received is not None:
-            theirs, their_dense = node.decode(*received)
-            both = _merge_two(entries, theirs)
-            entries = top_entries(both, k)
-            cut.append(_filtered(both, entries, keep_common=False))
-            dense_sum += their_dense
-    return entries, dense_sum, cut, num_sent
+            both = _merge_two(partial, node.decode_partial(*received))
+            partial = _largest(both, k)
+            cut.append(_filtered(both.entries, partial.entries, keep_common=False))
+    return partial, cut, num_sent
 
 
 def _tree_edges(comm: Comm, stride: int) -> tuple[int | None, int | None]:
@@ -128,9 +170,29 @@ def _tree_edges(comm: Comm, stride: int) -> tuple[int | None, int | None]:
     return (child if child < comm.size else None), None
 
 
-def _merge_two(a: Sparse, b: Sparse) -> Sparse:
+def _merge_two(a: Partial, b: Partial) -> Partial:
+    dense_sum = a.dense_sum + b.dense_sum
+    entries = _merge_entries(a.entries, b.entries)
+    if a.num_senders is None or b.num_senders is None:
+        return Partial(entries, dense_sum, None)
+    counted = [
+        Sparse(part.entries.indices, num, part.entries.numel)
+        for part, num in ((a, a.num_senders), (b, b.num_senders))
+    ]
+    return Partial(entries, dense_sum, _merge_entries(*counted).values)
+
+
+def _merge_entries(a: Sparse, b: Sparse) -> Sparse:
     indices, values = torch.cat([a.indices, b.indices]), torch.cat([a.values, b.values])
     return kernels.merge(indices, values, [a.num, b.num], 0, a.numel)
+
+
+def _largest(partial: Partial, k: int) -> Partial:
+    """The k largest sums."""
+    entries, num_senders = top_entries(partial.entries, k), partial.num_senders
+    if num_senders is not None:
+        num_senders = at_indices(num_senders, partial.entries, entries)
+    return Partial(entries, partial.dense_sum, num_senders)
 
 
 def _filtered(sparse: Sparse, other: Sparse, *, keep_common: bool) -> Sparse:

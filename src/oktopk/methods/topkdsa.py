@@ -9,7 +9,15 @@ from torch import Tensor
 
 from oktopk.comm.communicator import Comm
 from oktopk.methods import selection
-from oktopk.methods.base import SparseMethod, SparseSum, codec_for, imbalance
+from oktopk.methods.base import (
+    Average,
+    SparseMethod,
+    SparseSum,
+    codec_for,
+    correction,
+    divided,
+    imbalance,
+)
 from oktopk.methods.cost_model import Cost, Work
 from oktopk.methods.ok_topk.balance import gather
 from oktopk.methods.ok_topk.regions import equal_bounds, split_reduce
@@ -19,7 +27,13 @@ from oktopk.wire.codec import CodecName, EntryRange, num_words, words_per_value
 
 
 def exchange(
-    local: Sparse, dense_part: Tensor, k: int, state: MethodState, codec: CodecName, comm: Comm
+    local: Sparse,
+    dense_part: Tensor,
+    k: int,
+    state: MethodState,
+    codec: CodecName,
+    comm: Comm,
+    average: Average = "all",
 ) -> SparseSum:
     """Sum equal regions, then gather all sums; as dense vectors where that takes fewer words.
 
@@ -27,25 +41,26 @@ def exchange(
     """
     codec, dtype = codec_for(local.values, codec), local.values.dtype
     bounds = equal_bounds(local.numel, comm.size)
-    reduced = split_reduce(local, dense_part, bounds, comm, codec)
-    counts = comm.all_gather_size(reduced.region.num, local.values.device, stage="counts")
+    reduced = split_reduce(local, dense_part, bounds, comm, codec, average)
+    region, num_senders = divided(reduced.region, reduced.num_senders), reduced.num_senders
+    counts = comm.all_gather_size(region.num, local.values.device, stage="counts")
     sparse_words = sum(
         num_words(EntryRange(count, lo, hi), codec, dtype)
         for count, (lo, hi) in zip(counts, pairwise(bounds), strict=True)
     )
     if sparse_words < local.numel * words_per_value(dtype):
-        sums = gather(reduced.region, counts, bounds, reduced.dense_share, comm, codec)
+        sums = gather(region, counts, bounds, reduced.dense_share, comm, codec)
         result, dense_sum, num_sent = sums.result, sums.dense_part, sums.num_sent
-        corrections = sums.corrections
+        decoded, gathered_as = sums.decoded, codec
     else:
-        result, dense_sum = _gather_dense(reduced.region, bounds, reduced.dense_share, comm)
-        num_sent = (reduced.region.num + reduced.dense_share.numel()) * (comm.size - 1)
-        corrections = ()
+        result, dense_sum = _gather_dense(region, bounds, reduced.dense_share, comm)
+        num_sent = (region.num + reduced.dense_share.numel()) * (comm.size - 1)
+        decoded, gathered_as = region.values, "plain"
     return SparseSum(
         result,
         reduced.sent,
         dense_sum[: dense_part.numel()],
-        corrections=corrections,
+        corrections=correction(reduced.region, decoded, num_senders, gathered_as),
         imbalance=imbalance(counts),
         num_sent=reduced.num_sent + reduced.dense_share.numel() * (comm.size - 1) + num_sent,
     )

@@ -29,7 +29,7 @@ class ResidualScaling:
         optimizer: Optimizer | LRScheduler | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        self.optimizer: Any = _innermost(optimizer)
+        self.optimizer: Any = innermost_optimizer(optimizer)
         if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
             raise TypeError(f"expected an optimizer or a scheduler, got {type(optimizer).__name__}")
         if scaler is not None and not hasattr(scaler, "get_scale"):
@@ -92,7 +92,7 @@ class ResidualScaling:
         return {name: by_id[id(p)] for name, p in parameters.items() if id(p) in by_id}
 
 
-def _innermost(optimizer: Any) -> Any:
+def innermost_optimizer(optimizer: Any) -> Any:
     """The optimizer of a scheduler, or of what Accelerate wraps around either."""
     for _ in range(4):
         inner = getattr(optimizer, "optimizer", getattr(optimizer, "scheduler", None))

@@ -20,26 +20,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from oktopk.adapters.connect import agree_by_store, connect
 from oktopk.adapters.ddp.communication_thread import ReadyBucket
-from oktopk.adapters.ddp.connect import agree_by_store, connect, describe_model, fastest_method
-from oktopk.adapters.ddp.driver import DriverOptions, OnStep, StepDriver
+from oktopk.adapters.ddp.connect import describe_model, fastest_method
+from oktopk.adapters.ddp.driver import DriverOptions, StepDriver
 from oktopk.adapters.ddp.handle import Handle
 from oktopk.adapters.ddp.hook import HookState, attached_to
-from oktopk.adapters.ddp.parameters import ParameterLayout
-from oktopk.adapters.ddp.validation import (
-    check_model,
-    check_size,
-    clip_norm,
-    may_overlap,
-    time_limit,
-)
+from oktopk.adapters.ddp.parameters import DDPParameterLayout
+from oktopk.adapters.ddp.validation import check_model, check_size, clip_norm, may_overlap
+from oktopk.adapters.driver import OnStep
+from oktopk.adapters.handle import Connection
 from oktopk.adapters.policy import Policy
+from oktopk.adapters.validation import check_types, is_on_cuda, time_limit
 from oktopk.comm.communicator import Comm
 from oktopk.methods import METHODS
 from oktopk.optim.presets import apply_preset, schedule_after_warmup, warn_if_short
 from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.settings import OnNonfinite, Scope, Settings
-from oktopk.utils.arguments import choice, integer, short_repr
+from oktopk.utils.arguments import choice, integer
 from oktopk.wire.codec import CodecName
 
 log = logging.getLogger("oktopk")
@@ -115,7 +113,8 @@ def attach(
             the time limit of its own transport, and can serve one attached model at a time.
     """
     check_model(model)
-    _check_types(model, policy=policy, on_step=on_step, comm=comm)
+    check_types(policy=policy, on_step=on_step, comm=comm)
+    _check_ranks(model, comm)
     timeout = time_limit(timeout)
     choice("method", method, (*METHODS, "auto"))
     scaling = ResidualScaling(optimizer, scaler)
@@ -155,7 +154,7 @@ def attach(
         check_every=integer("check_every", check_every, least=0),
         overlaps=may_overlap(model),
     )
-    job = _Job(model, ParameterLayout(model, policy or Policy()), scaling, timeout, method)
+    job = _Job(model, DDPParameterLayout(model, policy or Policy()), scaling, timeout, method)
     return _start(job, settings, options, on_step, comm)
 
 
@@ -164,7 +163,7 @@ class _Job:
     """What `attach` was called with, apart from the settings."""
 
     model: DistributedDataParallel
-    parameters: ParameterLayout
+    parameters: DDPParameterLayout
     scaling: ResidualScaling
     timeout: float
     method: str
@@ -195,17 +194,15 @@ def _start(
         agree(values, "load_state_dict", f"{prefix}.step-{step}")
 
     with ExitStack() as undo:  # nothing is left behind where one of these fails
-        own, failure_detector = connect(job.model, job.timeout, comm, undo)
+        group, on_cuda = job.model.process_group, is_on_cuda(job.model)
+        own, failure_detector = connect(group, job.timeout, comm, undo, on_cuda=on_cuda)
         if job.method == "auto":
             settings = replace(settings, method=fastest_method(job.model, settings, own))
         driver = StepDriver(settings, own, job.parameters, job.scaling, options, on_step)
-        handle = Handle(
-            driver,
-            failure_detector,
-            agree_to_load=agree_to_load,
-            method_is_auto=job.method == "auto",
-            owns_comm=comm is None,
+        connection = Connection(
+            failure_detector=failure_detector, agree_to_load=agree_to_load, owns_comm=comm is None
         )
+        handle = Handle(driver, connection, method_is_auto=job.method == "auto")
         own.is_attached = True
         undo.callback(handle.close)
         _install(job.model, handle)
@@ -223,21 +220,9 @@ def _check_total_steps(
         warn_if_short(settings, total_steps)
 
 
-def _check_types(
-    model: DistributedDataParallel, *, policy: object, on_step: object, comm: object
-) -> None:
-    if policy is not None and not isinstance(policy, Policy):
-        raise TypeError(f"policy must be an oktopk.Policy, got {short_repr(policy)}")
-    if on_step is not None and not callable(on_step):
-        raise TypeError(f"on_step must be a function of a StepStats, got {short_repr(on_step)}")
-    if comm is None:
-        return
-    if not isinstance(comm, Comm):
-        raise TypeError(f"comm must be an oktopk.Comm, got {short_repr(comm)}")
-    if comm.is_attached:
-        raise ValueError("this comm serves another attached model: close() its handle first")
+def _check_ranks(model: DistributedDataParallel, comm: Comm | None) -> None:
     rank, size = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
-    if (comm.rank, comm.size) != (rank, size):
+    if comm is not None and (comm.rank, comm.size) != (rank, size):
         raise ValueError(
             f"comm has rank {comm.rank} of {comm.size}, and the model's process group has rank "
             f"{rank} of {size}: they must be the same"

@@ -8,29 +8,23 @@ exchanged as it arrives, while backward continues.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from oktopk.adapters.clipping import clip_
 from oktopk.adapters.ddp.bucket_tracker import BucketTracker
 from oktopk.adapters.ddp.communication_thread import ReadyBucket, share
-from oktopk.adapters.ddp.parameters import ParameterLayout
+from oktopk.adapters.ddp.parameters import DDPParameterLayout
+from oktopk.adapters.driver import Driver, OnStep
 from oktopk.comm.communicator import Comm
-from oktopk.comm.consistency import check_consistency
 from oktopk.comm.replica_check import check_replicas
 from oktopk.engine.buckets import Layout
-from oktopk.engine.engine import Engine
 from oktopk.engine.step import Step
 from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.settings import Settings
-from oktopk.stats import StepStats
 
 log = logging.getLogger("oktopk")
-
-OnStep = Callable[[StepStats], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,35 +41,27 @@ class DriverOptions:
     """Whether buckets may be exchanged while backward continues."""
 
 
-class StepDriver:
-    """One model's steps on this rank."""
+class StepDriver(Driver[DDPParameterLayout]):
+    """The steps of a DDP model on this rank."""
 
     def __init__(
         self,
         settings: Settings,
         comm: Comm,
-        parameters: ParameterLayout,
+        parameters: DDPParameterLayout,
         scaling: ResidualScaling,
         options: DriverOptions,
         on_step: OnStep | None,
     ) -> None:
-        self.engine = Engine(settings, comm, [])
-        self.on_step = on_step
-        self.layout: Layout = []
-        """Names of the parameters in the engine's buckets."""
-
+        super().__init__(settings, comm, parameters, on_step)
         self.buckets = BucketTracker()
-        self.stats: StepStats | None = None
         self.joined = self.has_joined = False
         """Whether this rank ran out of data in a `join` and shadows the others, now or ever."""
 
         self.lr_factors: dict[str, float] = {}
         """By parameter: the factor by which the residual was rescaled at the start of the step."""
 
-        self.is_checked = False
-        """Whether the ranks have compared their state since the start or the last load."""
-
-        self.comm, self.parameters, self.scaling = comm, parameters, scaling
+        self.scaling = scaling
         self._options = options
         self._overlapped: list[tuple[int, ...]] = []
         """Signatures of DDP's buckets, once each is exchanged as it arrives; empty before."""
@@ -85,30 +71,11 @@ class StepDriver:
         self._copies: list[Tensor] | None = None
         """The gradients of this step in another layout than DDP's, where that is needed."""
 
-    @property
-    def residuals(self) -> dict[str, Tensor]:
-        """Views of the residual by parameter name; empty before the first sparse step."""
-        with self.engine.lock:
-            views = {}
-            for bucket, names in enumerate(self.layout):
-                residual = self.engine.residual_of(bucket)
-                if residual is None:
-                    return {}
-                views |= self.parameters.views(residual, names)
-            return views
-
     def set_layout(self, layout: Layout, residuals: dict[str, Tensor]) -> None:
         """Cut the engine's buckets as given, and carry the residuals over."""
-        self.engine.set_buckets([self.parameters.bucket(names) for names in layout])
-        self.layout = layout
-        if residuals:
-            like = next(iter(residuals.values()))
-            numel, device = self.engine.buckets.numel, self.parameters.device
-            self.engine.residual = torch.zeros(numel, dtype=like.dtype, device=device)
+        super().set_layout(layout, residuals)
+        if self.engine.residual is not None:
             share(self.engine.residual)
-            for name, view in self.residuals.items():
-                if name in residuals:
-                    view.copy_(residuals[name])
 
     def restart(self, settled: Layout) -> None:
         """Begin again after a state was loaded; DDP's final buckets were `settled`."""
@@ -154,7 +121,8 @@ class StepDriver:
             with self.engine.lock:
                 self.set_layout(layout, self.residuals)
         if not self.is_checked:
-            self._check_consistency()
+            first = self._waiting[0].buffer
+            self.check_consistency(first, check_every=self._options.check_every)
         needs_copies = layout != ddp_layout
         may_overlap = self._options.overlaps and self._options.clip_before is None
         if self.buckets.is_steady and not needs_copies and may_overlap:
@@ -215,40 +183,4 @@ class StepDriver:
         if self._copies is not None:
             self.parameters.copy_back(self._copies, self._waiting, self.layout)
             self._copies = None
-        if stats.skipped:
-            log.warning(
-                "rank %d, step %d: a gradient had a NaN or Inf on some rank; no rank applied it "
-                "(%d steps skipped so far)",
-                self.comm.rank,
-                stats.step,
-                self.engine.skipped,
-            )
-        self.stats = stats
-        if self.on_step is not None:
-            self._call_back(self.on_step, stats)
-        self.engine.raise_if_asked(stats)
-
-    def _call_back(self, on_step: OnStep, stats: StepStats) -> None:
-        """Call the user's callback. The step is finished: its error must not stop other ranks."""
-        try:
-            on_step(stats)
-        except Exception:
-            log.exception("rank %d, step %d: on_step failed", self.comm.rank, stats.step)
-
-    def _check_consistency(self) -> None:
-        """Compare what only the first step shows; ValueError on all ranks if it differs."""
-        names = [name for bucket in self.layout for name in bucket]
-        first = self._waiting[0].buffer
-        values = asdict(self.engine.settings) | {
-            "step": self.engine.step,
-            "check_every": self._options.check_every,
-            "parameters": len(names),
-            "dense parameters": [name for name in names if self.parameters.is_dense(name)],
-            "state": self.engine.shared(),
-            "numel": self.engine.buckets.numel,
-            "numel dense": self.engine.buckets.num_dense,
-            "buckets": self.layout,
-            "gradient dtype": str(first.dtype),
-        }
-        check_consistency(self.comm, first.device, values)
-        self.is_checked = True
+        self.report(stats)

@@ -10,11 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.adapters.ddp.bucket_tracker import SETTLED
 from oktopk.adapters.ddp.hook import attached_to
+from oktopk.adapters.validation import check_devices, is_on_cuda
 from oktopk.engine.buckets import check_indexable
 from oktopk.settings import Settings
 from oktopk.utils.arguments import number
-
-MOST_SECONDS = 10**7  # about four months: larger ones overflow in the C++ of the process group
 
 
 def check_model(model: object) -> None:
@@ -26,19 +25,9 @@ def check_model(model: object) -> None:
         )
     _refuse_wrapping(model)
     _refuse_hooks(model)
-    _refuse_devices(model)
+    check_devices(list(model._module_parameters), _backends(model), "attach")
     _refuse_gradients(model)
     _refuse_unordered(model)
-
-
-def time_limit(timeout: Any) -> float:
-    """A time limit."""
-    limit = number("timeout", timeout, "more than 0 seconds")
-    if not 0 < limit <= MOST_SECONDS:
-        raise ValueError(
-            f"timeout must be more than 0 seconds and at most {MOST_SECONDS}, got {timeout}"
-        )
-    return limit
 
 
 def clip_norm(clip_before: Any) -> float | None:
@@ -105,22 +94,6 @@ def _refuse_hooks(model: DistributedDataParallel) -> None:
         )
 
 
-def _refuse_devices(model: DistributedDataParallel) -> None:
-    devices = sorted({str(parameter.device) for parameter in model._module_parameters})
-    if len(devices) > 1:
-        raise TypeError(
-            f"the parameters are on several devices ({', '.join(devices)}): attach needs all of "
-            "them on one, with one process for each device"
-        )
-    kind = devices[0].split(":")[0]
-    backends = dict(part.split(":") for part in _backends(model).split(","))
-    if kind != "cpu" and backends.get(kind) == "gloo":
-        raise TypeError(
-            f"the parameters are on {devices[0]} and the process group is gloo, which sends from "
-            "rank to rank on CPUs only: use init_process_group('nccl'), or a model on the CPU"
-        )
-
-
 def _backends(model: DistributedDataParallel) -> str:
     """`cpu:gloo,cuda:nccl`, say."""
     return dist.get_backend_config(model.process_group)
@@ -143,11 +116,6 @@ def _refuse_gradients(model: DistributedDataParallel) -> None:
                 f"parameter {weight!r} has sparse gradients: use {type(module).__name__}(..., "
                 "sparse=False), attach sends only the largest entries anyway"
             )
-
-
-def is_on_cuda(model: nn.Module) -> bool:
-    """Whether the gradients travel by NCCL."""
-    return any(parameter.is_cuda for parameter in model.parameters())
 
 
 def may_overlap(model: nn.Module) -> bool:

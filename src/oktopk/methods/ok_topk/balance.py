@@ -22,7 +22,6 @@ from oktopk.wire.codec import (
     EntryRange,
     allocate_entries,
     decode,
-    is_exact,
     num_words,
     words_per_value,
 )
@@ -110,8 +109,8 @@ class Gathered:
     dense_part: Tensor
     """The shares of what travels dense, one after the other."""
 
-    corrections: tuple[Sparse, ...]
-    """What rounding took off the sums of this rank; empty when the codec does not round."""
+    decoded: Tensor
+    """The sums of this rank as all ranks read them: rounded where the codec rounds."""
 
     num_sent: int
     """Entries this rank sent, those that travel dense among them."""
@@ -148,9 +147,6 @@ def gather(
     held = [key for key in sorted(ranges) if key[1] == rank]
     block = torch.cat([*(words[key] for key in held), dense_share.contiguous().view(torch.int32)])
     indices, values, dense_part = _read_blocks(block, ranges, dense_share, comm, codec)
-    corrections = ()
-    if not is_exact(codec):
-        corrections = (Sparse(kept.indices, kept.values - decoded, kept.numel),)
     moved = sum(
         piece_range.count
         for (source, holder), piece_range in ranges.items()
@@ -158,7 +154,7 @@ def gather(
     )
     block_size = sum(ranges[key].count for key in held) + dense_share.numel()
     num_sent = moved + (comm.size - 1) * block_size
-    return Gathered(Sparse(indices, values, kept.numel), dense_part, corrections, num_sent)
+    return Gathered(Sparse(indices, values, kept.numel), dense_part, decoded, num_sent)
 
 
 Piece = tuple[int, int]

@@ -8,7 +8,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from oktopk.comm.communicator import Comm
-from oktopk.methods.base import SparseMethod, SparseSum, codec_for, imbalance
+from oktopk.methods.base import (
+    Average,
+    SparseMethod,
+    SparseSum,
+    at_indices,
+    codec_for,
+    correction,
+    divided,
+    imbalance,
+)
 from oktopk.methods.cost_model import Cost, Work
 from oktopk.methods.ok_topk.balance import gather
 from oktopk.methods.ok_topk.global_threshold import select_globally
@@ -20,21 +29,31 @@ from oktopk.wire.codec import CodecName
 
 
 def exchange(
-    local: Sparse, dense_part: Tensor, k: int, state: MethodState, codec: CodecName, comm: Comm
+    local: Sparse,
+    dense_part: Tensor,
+    k: int,
+    state: MethodState,
+    codec: CodecName,
+    comm: Comm,
+    average: Average = "all",
 ) -> SparseSum:
     """Sum the selections of all ranks and keep about k sums. At most 6k(P-1)/P words, whatever P.
 
-    `balance.max_entries` has the exact bound.
+    `balance.max_entries` has the exact bound. The largest sums are kept, also where each is then
+    divided by the number of its senders: entries that many ranks agree on go first.
     """
     codec = codec_for(local.values, codec)
     due = state.bounds is None or state.step % state.bounds_every == 0 or state.uneven
     if state.bounds is None or (due and not state.single_owner):
         state.bounds = balanced_bounds(local, comm)
     bounds = state.bounds
-    reduced = split_reduce(local, dense_part, bounds, comm, codec)
+    reduced = split_reduce(local, dense_part, bounds, comm, codec, average)
     kept = select_globally(reduced.region, reduced.num_sent, k, state, comm)
+    num_senders = reduced.num_senders
+    if num_senders is not None:
+        num_senders = at_indices(num_senders, reduced.region, kept.region)
     sums = gather(
-        kept.region,
+        divided(kept.region, num_senders),
         kept.counts,
         bounds,
         reduced.dense_share,
@@ -51,7 +70,7 @@ def exchange(
         sums.result,
         reduced.sent,
         sums.dense_part[: dense_part.numel()],
-        corrections=sums.corrections,
+        corrections=correction(kept.region, sums.decoded, num_senders, codec),
         imbalance=imbalance(kept.counts),
         num_sent=reduced.num_sent + reduced.dense_share.numel() * (comm.size - 1) + sums.num_sent,
     )

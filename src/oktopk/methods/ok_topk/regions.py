@@ -9,6 +9,7 @@ from torch import Tensor
 
 from oktopk import kernels
 from oktopk.comm.communicator import Comm, equal_shares
+from oktopk.methods.base import Average, count_senders
 from oktopk.sparse import Sparse
 from oktopk.utils.device import to_device, to_host
 from oktopk.wire import message
@@ -53,6 +54,9 @@ class Reduced:
     region: Sparse
     """The sums of the region that this rank owns."""
 
+    num_senders: Tensor | None
+    """How many ranks sent each entry of the region; None if it is not asked for."""
+
     sent: Sparse
     """What this rank contributed, as the receivers decoded it."""
 
@@ -64,11 +68,17 @@ class Reduced:
 
 
 def split_reduce(
-    local: Sparse, dense_part: Tensor, bounds: list[int], comm: Comm, codec: CodecName
+    local: Sparse,
+    dense_part: Tensor,
+    bounds: list[int],
+    comm: Comm,
+    codec: CodecName,
+    average: Average = "all",
 ) -> Reduced:
     """Send every entry to the owner of its region, and sum this rank's region in rank order.
 
     One message per peer, preceded by the counts. 2k(P-1)/P words when plain and regions are even.
+    The owner sees who sent what, so counting the senders costs no byte.
     """
     dtype, rank = local.values.dtype, comm.rank
     splits = _num_per_region(local, bounds)
@@ -91,8 +101,12 @@ def split_reduce(
     own = message.Message(indices[rank], decoded[rank], shares[rank])
     all_indices, all_values, dense_share = message.read_all(received, ranges, codec, own, comm.rank)
     region = kernels.merge(all_indices, all_values, num_incoming, lo, hi)
+    num_senders = None
+    if average == "senders":
+        num_senders = count_senders(all_indices, all_values, num_incoming, lo, hi)
     return Reduced(
         Sparse(region.indices, region.values, local.numel),
+        num_senders,
         local if is_exact(codec) else Sparse(local.indices, torch.cat(decoded), local.numel),
         dense_share,
         local.num - splits[rank],

@@ -1,0 +1,204 @@
+"""`BaseHandle`: statistics and state of a model's exchange, whichever adapter drives it."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from msgspec import to_builtins
+from torch import Tensor
+
+from oktopk.adapters.driver import Driver, OnStep
+from oktopk.adapters.gathered_state import GatheredState, gather_states
+from oktopk.comm.communicator import Comm
+from oktopk.comm.failure_detector import FailureDetector
+from oktopk.engine import saved_state
+from oktopk.engine.buckets import Layout
+from oktopk.engine.saved_state import Exchanged, SavedRates
+from oktopk.errors import ExchangeError, StateError
+from oktopk.settings import Settings
+from oktopk.sparse import acc_dtype
+from oktopk.stats import StepStats
+
+AgreeToLoad = Callable[[dict[str, Any], int], None]
+"""Compares values of all ranks that load a state after a number of steps."""
+
+AnyDriver = TypeVar("AnyDriver", bound=Driver[Any])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Connection:
+    """How a handle finds the other ranks, beside its communicator."""
+
+    failure_detector: FailureDetector
+    agree_to_load: AgreeToLoad
+    owns_comm: bool
+    """Whether the communicator was made for this handle, and is closed with it."""
+
+
+class BaseHandle(ABC, Generic[AnyDriver]):
+    """What all handles have. `driver` runs the steps."""
+
+    exchanged: Exchanged = "gradients"
+    """What the residuals are of: a state of another kind is refused."""
+
+    def __init__(
+        self, driver: AnyDriver, connection: Connection, *, method_is_auto: bool = False
+    ) -> None:
+        self.driver = driver
+        self._connection = connection
+        self._method_is_auto = method_is_auto
+
+    @property
+    def comm(self) -> Comm:
+        """The communicator of the exchange; its ledger counts all bytes."""
+        return self.driver.comm
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in effect, the optimizer's preset included."""
+        return self.driver.engine.settings
+
+    @property
+    def stats(self) -> StepStats | None:
+        """Of the last finished step; None before the first. Never half-filled."""
+        return self.driver.stats
+
+    @property
+    def on_step(self) -> OnStep | None:
+        """The callback for every finished step. It may be replaced at any time."""
+        return self.driver.on_step
+
+    @on_step.setter
+    def on_step(self, on_step: OnStep | None) -> None:
+        self.driver.on_step = on_step
+
+    @property
+    def step(self) -> int:
+        """Finished steps."""
+        return self.driver.engine.step
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that no rank applied because some rank had a NaN or Inf."""
+        return self.driver.engine.skipped
+
+    @property
+    def residuals(self) -> dict[str, Tensor]:
+        """This rank's residual by parameter name, in the parameter's shape.
+
+        Of the last finished step, and valid until the next one ends; empty before the sparse phase.
+        """
+        return self.driver.residuals
+
+    @property
+    def dense_parameters(self) -> list[str]:
+        """Names of the parameters that travel dense: biases, norms, tiny ones, and as asked."""
+        return self.driver.parameters.dense
+
+    @property
+    def gathered(self) -> GatheredState:
+        """The states of all ranks as one, for frameworks that save what one rank has.
+
+        `accelerator.register_for_checkpointing(handle.gathered)`
+        """
+        return GatheredState(self)
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """All that a bit-exact resume needs."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Continue where `state_dict` was taken."""
+
+    def gathered_state_dict(self) -> dict[str, Any]:
+        """The states of all ranks, on every rank. A collective: all ranks must call it.
+
+        For frameworks that save what one rank has. It takes the memory of all ranks' states.
+        """
+        return self._gather(self.state_dict())
+
+    def _gather(self, state: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return gather_states(state, self.comm, self.driver.parameters.device)
+        except ExchangeError as error:
+            # raises one that names the rank
+            self._connection.failure_detector.abort(error, self.comm)
+            raise
+
+    def _metadata(self, settled_layout: Layout, rates: SavedRates) -> str:
+        """All of the state that is not a tensor, as text."""
+        metadata = saved_state.SavedMetadata(
+            format=saved_state.FORMAT,
+            exchanged=self.exchanged,
+            method=self.settings.method,
+            world_size=self.comm.size,
+            rank=self.comm.rank,
+            frozen=self.driver.parameters.frozen,
+            layout=self.driver.layout,
+            settled_layout=settled_layout,
+            engine=self.driver.engine.save(),
+            residual_scaling=rates,
+        )
+        return json.dumps(to_builtins(metadata))  # not msgspec's JSON, which has no Infinity
+
+    def _copied_residuals(self) -> dict[str, Tensor]:
+        """The residuals of all parameters, zero before the first sparse step."""
+        views = self.residuals
+        return {
+            name: views[name].clone(memory_format=torch.contiguous_format)
+            if name in views
+            else torch.zeros(p.shape, dtype=acc_dtype(p), device=p.device)
+            for name, p in self.driver.parameters.parameters.items()
+        }
+
+    def _read(self, state: dict[str, Any] | list[dict[str, Any]]) -> saved_state.Saved:
+        """Check a state. In the middle of training all ranks load one, or none does.
+
+        A rank that loads alone would begin its next step with a consistency check that no other
+        rank expects. Before the first step all ranks do expect it, so no rank has to wait there.
+        """
+        saved, problem = None, None
+        try:
+            saved = self._parse(state)
+        except StateError as error:
+            problem = error
+        if self.driver.is_checked:
+            loaded = "refused" if saved is None else f"of step {saved.metadata.engine.step}"
+            try:
+                self._connection.agree_to_load({"the loaded state": loaded}, self.step)
+            except ValueError as error:
+                problem = problem or error
+        if saved is None or problem is not None:
+            raise problem or AssertionError("no state was read")
+        return saved
+
+    def _parse(self, state: dict[str, Any] | list[dict[str, Any]]) -> saved_state.Saved:
+        """This rank's part of a state; StateError if it does not fit."""
+        return saved_state.load(
+            state,
+            rank=self.comm.rank,
+            world_size=self.comm.size,
+            method=None if self._method_is_auto else self.settings.method,
+            exchanged=self.exchanged,
+            parameters=self.driver.parameters.parameters,
+            frozen=self.driver.parameters.frozen,
+        )
+
+    def _load_exchange(self, saved: saved_state.Saved, layout: Layout) -> None:
+        """Take over method, buckets, residuals, thresholds and counters."""
+        engine, metadata = self.driver.engine, saved.metadata
+        has_residual = any(bool(part.any()) for part in saved.residuals.values())
+        engine.settings = replace(self.settings, method=metadata.method)
+        self.driver.set_layout(layout, saved.residuals if has_residual else {})
+        engine.load(metadata.engine)
+
+    def _close_comm(self) -> None:
+        self.comm.is_attached = False
+        if self._connection.owns_comm:
+            self.comm.close()

@@ -1,0 +1,1 @@
+"""Local steps: ranks train alone and exchange weight changes every so many optimizer steps."""

@@ -1,0 +1,243 @@
+"""`local_steps`: ranks train alone, and exchange their weight changes every so many steps.
+
+No wrapper around the model is needed: a hook after `optimizer.step()` counts the steps, and at the
+end of a round it runs the exchange on the calling thread.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from oktopk.adapters.connect import agree_by_store, connect, describe_group, describe_parameters
+from oktopk.adapters.driver import OnStep
+from oktopk.adapters.handle import Connection
+from oktopk.adapters.local_steps.driver import RoundDriver
+from oktopk.adapters.local_steps.handle import LocalSteps
+from oktopk.adapters.local_steps.outer_step import OuterOptions
+from oktopk.adapters.parameters import ParameterLayout
+from oktopk.adapters.policy import Policy
+from oktopk.adapters.validation import check_devices, check_types, is_on_cuda, time_limit
+from oktopk.comm.broadcast import broadcast_
+from oktopk.comm.communicator import Comm
+from oktopk.comm.failure_detector import FailureDetector, NoFailureDetector
+from oktopk.comm.simulated import single_rank_comm
+from oktopk.comm.torch_transport import TorchTransport
+from oktopk.engine.buckets import MAX_INDEXABLE
+from oktopk.errors import ExchangeError
+from oktopk.methods.base import Average
+from oktopk.optim.residual_scaling import innermost_optimizer
+from oktopk.settings import Settings
+from oktopk.utils.arguments import choice
+from oktopk.wire.codec import CodecName
+
+
+def local_steps(
+    model: nn.Module,
+    optimizer: Optimizer | LRScheduler,
+    *,
+    every: int = 32,
+    density: float = 0.05,
+    outer_lr: float = 1.0,
+    outer_momentum: float = 0.0,
+    decay: float = 0.95,
+    average: Average = "senders",
+    method: str = "oktopk",
+    policy: Policy | None = None,
+    wire: CodecName = "bf16",
+    exact_every: int = 32,
+    bounds_every: int = 64,
+    on_nonfinite: Literal["skip", "raise"] = "skip",
+    on_step: OnStep | None = None,
+    check_every: int = 10,
+    timeout: float = 300.0,
+    group: dist.ProcessGroup | None = None,
+    comm: Comm | None = None,
+) -> LocalSteps:
+    """Train alone and exchange weight changes every `every` steps. Every rank must call it.
+
+    All ranks take over the weights and buffers of rank 0. Each rank then trains with its own
+    optimizer. After every `every`-th `optimizer.step()` the ranks exchange the largest entries of
+    what their weights have changed by since the last exchange; what is not sent is kept for the
+    next one. After an exchange all ranks have the same weights, to the bit. Every rank must call
+    `optimizer.step()` equally often.
+
+    Args:
+        model: any module on one device, or a `DistributedDataParallel` of the ranks of one site,
+            with `group` across sites. Only parameters that require gradients are exchanged;
+            buffers are not.
+        optimizer: any optimizer, or a scheduler of it. Its state stays on each rank.
+        every: optimizer steps between two exchanges.
+        density: fraction of the entries that is kept, in (0, 1].
+        outer_lr: learning rate of the outer step, which moves the weights by the mean change.
+        outer_momentum: Nesterov momentum of the outer step, as in DiLoCo; 0 is none.
+        decay: the residual is multiplied by this before each exchange. 1 is plain error feedback;
+            a change that waited for long no longer fits weights that have moved on.
+        average: divide each sum by the number of `senders` of that entry, or of `all` ranks.
+        method: a name of `oktopk.METHODS`.
+        policy: which parameters travel dense; biases, norms and tiny ones by default.
+        wire: how entries travel: `plain`, `fp32`, `bf16`, `fp16` or `int8`.
+        exact_every: exchanges between exact thresholds (`oktopk`).
+        bounds_every: exchanges between updates of the region bounds (`oktopk`).
+        on_nonfinite: when the weights of a rank have a NaN or Inf, all ranks go back to the weights
+            of the last exchange, and `skip` the exchange or `raise`.
+        on_step: called with the `StepStats` of every finished exchange. An error in it is logged.
+        check_every: exchanges between comparisons of the weights of all ranks; 0 is never.
+        timeout: seconds a rank waits for the others before it raises. The last third of them, at
+            most 5 s, is for finding out which rank is missing.
+        group: the ranks that exchange; None is the default group, or this process alone. For a
+            group of some ranks, torch asks that each of them is in equally many groups.
+        comm: an `oktopk.Comm` to exchange over, instead of a new process group of these ranks. It
+            stays open when the handle is closed, but a failed exchange closes it.
+    """
+    check_types(policy=policy, on_step=on_step, comm=comm)
+    choice("on_nonfinite", on_nonfinite, ("skip", "raise"))
+    settings = Settings(
+        method=method,
+        density=density,
+        decay=decay,
+        average=average,
+        wire=wire,
+        exact_every=exact_every,
+        bounds_every=bounds_every,
+        on_nonfinite=on_nonfinite,
+    )
+    options = OuterOptions(
+        every=every, outer_lr=outer_lr, outer_momentum=outer_momentum, check_every=check_every
+    )
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    if not isinstance(inner, nn.Module):
+        raise TypeError(f"local_steps needs a torch.nn.Module, got {type(inner).__name__}")
+    parameters = _parameters_of(inner, policy or Policy(), settings)
+    job = _Job(
+        model=inner,
+        parameters=parameters,
+        optimizer=_optimizer_of(optimizer, parameters),
+        group=_process_group(group, comm),
+        comm=comm,
+        timeout=time_limit(timeout),
+    )
+    return _start(job, settings, options, on_step)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Job:
+    """What `local_steps` was called with, apart from the settings."""
+
+    model: nn.Module
+    parameters: ParameterLayout
+    optimizer: Optimizer
+    group: Any
+    """The process group whose store the ranks share; None for simulated ranks, or one process."""
+
+    comm: Comm | None
+    timeout: float
+
+    def agree(self, values: dict[str, Any], call: str, prefix: str) -> str:
+        """Compare values with the other ranks. Without a store, only the first exchange does."""
+        if self.group is None:
+            return prefix
+        return agree_by_store(self.group, self.timeout, values, call, prefix)
+
+    def connect(self, undo: ExitStack) -> tuple[Comm, FailureDetector]:
+        if self.group is None:
+            return self.comm or single_rank_comm(), NoFailureDetector()
+        on_cuda = is_on_cuda(self.model)
+        return connect(self.group, self.timeout, self.comm, undo, on_cuda=on_cuda)
+
+
+def _start(
+    job: _Job, settings: Settings, options: OuterOptions, on_step: OnStep | None
+) -> LocalSteps:
+    """Compare with the other ranks, connect, take over the weights, and register the hooks."""
+    described = {} if job.group is None else describe_group(job.group)
+    backends = described.get("backend", "")
+    check_devices(list(job.parameters.parameters.values()), backends, "local_steps")
+    arguments = asdict(settings) | asdict(options)
+    arguments |= {"timeout": job.timeout, "comm": job.comm is not None}
+    values = arguments | described | describe_parameters(job.parameters)
+    prefix = job.agree(values, "local_steps", "oktopk.local_steps")
+
+    def agree_to_load(values: dict[str, Any], step: int) -> None:
+        job.agree(values, "load_state_dict", f"{prefix}.step-{step}")
+
+    with ExitStack() as undo:  # nothing is left behind where one of these fails
+        comm, failure_detector = job.connect(undo)
+        try:
+            broadcast_([*job.model.parameters(), *job.model.buffers()], comm, stage="start")
+        except ExchangeError as error:
+            failure_detector.abort(error, comm)  # raises one that names the rank
+            raise
+        driver = RoundDriver(settings, comm, job.parameters, options, on_step)
+        connection = Connection(
+            failure_detector=failure_detector,
+            agree_to_load=agree_to_load,
+            owns_comm=job.comm is None,
+        )
+        handle = LocalSteps(driver, connection, job.optimizer)
+        comm.is_attached = True
+        undo.pop_all()
+    return handle
+
+
+def _process_group(group: Any, comm: Comm | None) -> Any:
+    if comm is None:
+        default = dist.group.WORLD if dist.is_initialized() else None
+        return default if group is None else group
+    if not isinstance(comm.transport, TorchTransport):
+        return None
+    return comm.transport.group or dist.group.WORLD
+
+
+def _parameters_of(model: nn.Module, policy: Policy, settings: Settings) -> ParameterLayout:
+    """The layout of the model's parameters; TypeError or ValueError if it cannot be exchanged."""
+    layout = ParameterLayout(dict(model.named_parameters()), policy)
+    for name, parameter in layout.parameters.items():
+        _check_parameter(name, parameter)
+    if not layout.parameters:
+        raise ValueError("no parameter of this model requires gradients: nothing is trained")
+    numel = sum(parameter.numel() for parameter in layout.parameters.values())
+    if numel > MAX_INDEXABLE and settings.method != "dense":
+        raise ValueError(
+            f"the model has {numel} trainable entries, and no more than {MAX_INDEXABLE} can be "
+            "selected together, as indices are int32: use method='dense', or freeze some parameters"
+        )
+    return layout
+
+
+def _check_parameter(name: str, parameter: Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        raise TypeError(
+            f"parameter {name!r} is a DTensor, which is spread over ranks: local_steps needs whole "
+            "parameters, as a plain module or DistributedDataParallel has"
+        )
+    if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
+        raise TypeError(
+            f"parameter {name!r} is {parameter.dtype}: local_steps exchanges fp16, bf16, fp32 and "
+            "float64 parameters; freeze it, or keep it in one of these"
+        )
+
+
+def _optimizer_of(optimizer: Any, parameters: ParameterLayout) -> Optimizer:
+    """The optimizer itself, without schedulers and wrappers; it must train the model."""
+    inner = innermost_optimizer(optimizer)
+    if not hasattr(inner, "register_step_post_hook"):
+        raise TypeError(f"expected an optimizer or a scheduler, got {type(optimizer).__name__}")
+    trained = {id(p) for group in inner.param_groups for p in group["params"]}
+    if not any(id(p) in trained for p in parameters.parameters.values()):
+        raise ValueError(
+            f"{type(inner).__name__} has none of the model's parameters: make the optimizer from "
+            "model.parameters(), after the model was moved to its device"
+        )
+    hooks = inner._optimizer_step_post_hooks.values()
+    if any(isinstance(getattr(hook, "__self__", None), LocalSteps) for hook in hooks):
+        raise ValueError("this optimizer has local steps already: close() their handle first")
+    return inner

@@ -1,0 +1,137 @@
+"""What `LocalSteps` saves beside the residual: weights, anchor, momentum, and steps of the round.
+
+The ranks leave the anchor by different amounts, so a state that is taken inside a round belongs to
+one rank. Anchor and momentum are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from oktopk.engine.saved_state import DTYPES, RANKS, Saved, StateError, checked_tensors, taken_over
+from oktopk.methods.state import Count
+from oktopk.sparse import acc_dtype
+
+WEIGHT_DTYPES = (*DTYPES, torch.float16, torch.bfloat16)
+KEYS = ("anchor", "weights", "momentum", "local_steps")
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One rank's round: where it started and how far it is."""
+
+    local_steps: int
+    """Optimizer steps since the last exchange."""
+
+    anchor: dict[str, Tensor]
+    """The weights after the last exchange."""
+
+    weights: dict[str, Tensor]
+    """The weights now."""
+
+    momentum: dict[str, Tensor]
+    """Of the outer step; empty if it has none."""
+
+    def change(self, name: str) -> Tensor:
+        """What the weights of a parameter have changed by since the last exchange."""
+        anchor, weights = self.anchor[name], self.weights[name]
+        return anchor.to(weights.dtype).to(anchor.dtype) - weights
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLocalSteps(Saved):
+    """The state of a `LocalSteps` that was read and checked: one rank's."""
+
+    round: Round
+
+
+def load(
+    state: Any, saved: Saved, *, rank: int, world_size: int, parameters: Mapping[str, Tensor]
+) -> SavedLocalSteps:
+    """Add what is particular to local steps to `saved`, which was read from the same state.
+
+    If the world size changes inside a round, a rank takes over the weights of one old rank, and the
+    weight changes of the others are added to its residual: so the sum over ranks of residual plus
+    weight change stays what it was.
+    """
+    try:
+        states = state[RANKS] if isinstance(state, dict) and RANKS in state else state
+        if not isinstance(states, list):
+            return _joined(saved, _fitted(_parse(states), parameters))
+        # `saved_state.load` has checked that these are the states of all ranks, each once
+        ordered = sorted(states, key=_rank_of)
+        rounds = [_fitted(_parse(each), parameters) for each in ordered]
+        if len({each.local_steps for each in rounds}) > 1:
+            raise StateError(
+                "the ranks' states are of different optimizer steps: pass those of one"
+            )
+        if len(rounds) == world_size:
+            return _joined(saved, rounds[rank])
+        return _resharded(saved, rounds, taken_over(rounds, rank, world_size))
+    except StateError as error:
+        raise StateError(f"rank {rank}: {error}") from error.__cause__
+
+
+def _resharded(saved: Saved, rounds: list[Round], mine: Sequence[Round]) -> SavedLocalSteps:
+    """The round of a rank that takes over those in `mine`, of all `rounds` that were saved."""
+    first = rounds[0]
+    residuals = {name: residual.clone() for name, residual in saved.residuals.items()}
+    for each in mine[1:]:
+        if all(torch.isfinite(x).all() for x in each.weights.values()):  # else it is rolled back
+            for name, residual in residuals.items():
+                residual.add_(each.change(name))
+    weights = mine[0].weights if mine else first.anchor
+    same = Round(first.local_steps, first.anchor, weights, first.momentum)
+    return _joined(Saved(saved.metadata, residuals, saved.arrived), same)
+
+
+def _joined(saved: Saved, each: Round) -> SavedLocalSteps:
+    values = {field.name: getattr(saved, field.name) for field in fields(Saved)}
+    return SavedLocalSteps(**values, round=each)
+
+
+def _rank_of(state: Any) -> int:
+    return json.loads(state["metadata"])["rank"]
+
+
+def _parse(state: Any) -> Round:
+    if not isinstance(state, dict) or not set(KEYS) <= set(state):
+        raise StateError(f"not a state of local_steps: expected one with {sorted(KEYS)}")
+    try:
+        local_steps = msgspec.convert(state["local_steps"], Count)
+    except msgspec.ValidationError as error:
+        raise StateError(f"'local_steps' of the state cannot be read: {error}") from error
+    anchor = checked_tensors(state["anchor"], "anchor", DTYPES)
+    for name, x in anchor.items():
+        if not torch.isfinite(x).all():
+            raise StateError(f"the anchor of {name!r} has a NaN or Inf: load an older checkpoint")
+    weights = checked_tensors(state["weights"], "weights", WEIGHT_DTYPES)
+    momentum = checked_tensors(state["momentum"], "momentum", DTYPES)
+    return Round(local_steps, anchor, weights, momentum)
+
+
+def _fitted(each: Round, parameters: Mapping[str, Tensor]) -> Round:
+    """With exactly the parameters that this run trains.
+
+    `saved_state.load` has checked the names: one that is missing was frozen, so its weights are
+    those that it has now.
+    """
+    for tensors in (each.anchor, each.weights, each.momentum):
+        for name in tensors.keys() & parameters.keys():
+            theirs, mine = tuple(tensors[name].shape), tuple(parameters[name].shape)
+            if mine != theirs:
+                raise StateError(f"{name!r} has the shape {theirs} in the state and {mine} here")
+    anchor = {
+        name: each.anchor[name] if name in each.anchor else p.detach().to(acc_dtype(p))
+        for name, p in parameters.items()
+    }
+    weights = {name: each.weights.get(name, p.detach()) for name, p in parameters.items()}
+    momentum = {name: x for name, x in each.momentum.items() if name in parameters}
+    return Round(each.local_steps, anchor, weights, momentum)

@@ -1,0 +1,88 @@
+"""`ParameterLayout`: the parameters of a model by name, and where they lie in flat buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from oktopk.adapters.policy import Policy
+from oktopk.engine.buckets import Bucket
+from oktopk.engine.saved_state import clean_name
+
+
+class ParameterLayout:
+    """Names outlive a layout: buckets may be rebuilt, and a resumed run may cut others."""
+
+    def __init__(
+        self, named: Mapping[str, Tensor], policy: Policy, *, may_be_unused: bool = False
+    ) -> None:
+        self._names: dict[Tensor, str] = {p: clean_name(name) for name, p in named.items()}
+        self.parameters = {name: p for p, name in self._names.items() if p.requires_grad}
+        """Those that are trained: a frozen one has no gradient, so it needs no residual."""
+
+        self._may_be_unused = may_be_unused
+        """Whether a parameter may have no gradient in a step on any rank."""
+
+        self._policy = policy
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters; a loaded state may be on another one."""
+        return next(iter(self.parameters.values())).device
+
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the parameters that are not trained."""
+        return [name for name in self._names.values() if name not in self.parameters]
+
+    @property
+    def thawed(self) -> list[str]:
+        """Names of the parameters that were frozen at first and require gradients now."""
+        return [
+            name
+            for p, name in self._names.items()
+            if p.requires_grad and name not in self.parameters
+        ]
+
+    def is_dense(self, name: str) -> bool:
+        return self._policy.is_dense(name, self.parameters[name])
+
+    @property
+    def dense(self) -> list[str]:
+        """Names of the parameters that travel dense."""
+        return [name for name in self.parameters if self.is_dense(name)]
+
+    def bucket(self, names: list[str]) -> Bucket:
+        """Where in a bucket of these parameters the dense ones lie."""
+        start, dense, sparse = 0, [], []
+        for name in names:
+            parameter = self.parameters[name]
+            ranges = dense if self.is_dense(name) else sparse
+            ranges.append((start, start + parameter.numel()))
+            start += parameter.numel()
+        return Bucket(start, tuple(dense), tuple(sparse) if self._may_be_unused else ())
+
+    def views(self, flat: Tensor, names: list[str]) -> dict[str, Tensor]:
+        """The parts of a flat bucket, each in its parameter's shape, laid out as DDP does."""
+        return {
+            name: part.as_strided(self.parameters[name].shape, _strides(self.parameters[name]))
+            for name, part in self.parts(flat, names).items()
+        }
+
+    def parts(self, flat: Tensor, names: list[str]) -> dict[str, Tensor]:
+        """The parts of a flat bucket, flat, in the order they lie in memory."""
+        numels = [self.parameters[name].numel() for name in names]
+        return dict(zip(names, flat.split(numels), strict=True))
+
+
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """Those of its gradient in DDP's bucket: its own if it fills its memory, else contiguous ones.
+
+    It does fill it (as a channels_last one does) where a tensor like it gets the same strides.
+    """
+    like = torch.empty_like(parameter, device="meta")
+    if like.stride() == parameter.stride():
+        return like.stride()
+    return torch.empty_like(like, memory_format=torch.contiguous_format).stride()

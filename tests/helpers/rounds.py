@@ -1,0 +1,72 @@
+"""Training by local steps as people write it: a plain module, any optimizer, one more line."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import oktopk
+from idioms import Net, batch
+
+LOCAL = {"every": 4, "density": 0.05, "outer_momentum": 0.5, "outer_lr": 0.7, "check_every": 2}
+
+
+def start(where, seed: int = 0, dtype=torch.float32, **more):
+    """A model, its optimizer and the handle; `where` is a process group or a `Comm`."""
+    torch.manual_seed(seed)
+    net = Net().to(dtype)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    place = {"comm": where} if isinstance(where, oktopk.Comm) else {"group": where}
+    return net, optimizer, oktopk.local_steps(net, optimizer, **place, **(LOCAL | more))
+
+
+def take_steps(net, optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        x, y = batch(rank, step)
+        dtype = next(net.parameters()).dtype
+        cross_entropy(net(x.to(dtype)).float(), y).backward()
+        optimizer.step()
+
+
+def weights_of(net) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def changes_of(state: dict) -> dict[str, torch.Tensor]:
+    """What a rank has not exchanged yet: its residual and its weight change since the anchor."""
+    return {
+        name: state["residuals"][name] + state["anchor"][name] - state["weights"][name]
+        for name in state["anchor"]
+    }
+
+
+def two_levels(rank: int, folder: str) -> None:
+    """One of 4 ranks on 2 sites: DDP inside a site, local steps across; saves what it saw."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    where = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": 4}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30), **where)
+    sites = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net(), process_group=sites[rank // 2])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    handle = oktopk.local_steps(model, optimizer, group=across[rank % 2], **LOCAL)
+    seen = []
+    for step in range(9):
+        take_steps(model, optimizer, rank, range(step, step + 1))
+        seen.append((weights_of(model.module), handle.local_steps))
+    dist.barrier()
+    handle.close()
+    torch.save((seen, handle.comm.size, handle.stats.bytes_sent), f"{folder}/rank-{rank}")
+    dist.barrier()

@@ -43,9 +43,9 @@ def use_every_collective(where) -> dict:
         "exchange": {peer: message.tolist() for peer, message in heard.items()},
         "all_reduce_header": comm.all_reduce_header(torch.arange(5) + rank, stage="d").tolist(),
         "all_reduce_of_nothing": comm.all_reduce_header(torch.arange(0), stage="d").tolist(),
-        "send_recv_size": comm.send_recv_size(rank, after, before, cpu, stage="e")
+        "send_recv_sizes": comm.send_recv_sizes([rank], after, before, cpu, stage="e")
         if size > 1
-        else 0,
+        else [0],
         "all_reduce": comm.all_reduce_(torch.full((5,), float(rank)), stage="f").tolist(),
         "ledger": comm.ledger.stages,
     }
@@ -60,7 +60,7 @@ def expected(rank: int, size: int) -> dict:
         "exchange": {p: [p] * counts[p] for p in range(size) if p != rank},
         "all_reduce_header": [size * i + size * (size - 1) // 2 for i in range(5)],
         "all_reduce_of_nothing": [],
-        "send_recv_size": (rank - 1) % size,
+        "send_recv_sizes": [(rank - 1) % size],
         "all_reduce": [size * (size - 1) / 2] * 5,
         "ledger": expected_ledger(rank, size),
     }

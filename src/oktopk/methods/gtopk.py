@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,21 @@ from oktopk.methods.selection import top_entries
 from oktopk.methods.state import MethodState
 from oktopk.sparse import Sparse, empty
 from oktopk.wire import message
-from oktopk.wire.codec import CodecName, EntryRange, allocate_entries, is_exact
+from oktopk.wire.codec import (
+    CodecName,
+    EntryRange,
+    allocate_entries,
+    is_exact,
+    sizes_to_tell,
+    told_ranges,
+)
+
+
+class Packet(NamedTuple):
+    """A message between two nodes, and what its receiver is told of it ahead."""
+
+    words: Tensor
+    entries: EntryRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,40 +48,42 @@ class Node:
     like: Sparse
     num_dense: int
 
-    def encode(self, entries: Sparse, dense_part: Tensor) -> tuple[Tensor, list[Sparse]]:
+    def encode(self, entries: Sparse, dense_part: Tensor) -> tuple[Packet, list[Sparse]]:
         """The message of some entries, and what rounding takes off them, if anything."""
         entry_range = EntryRange(entries.num, 0, entries.numel)
-        words, decoded = message.write(
+        words, decoded, told = message.write(
             entries.indices, entries.values, entry_range, self.codec, dense_part
         )
         if is_exact(self.codec):
-            return words, []
-        return words, [Sparse(entries.indices, entries.values - decoded, entries.numel)]
+            return Packet(words, told), []
+        lost = Sparse(entries.indices, entries.values - decoded, entries.numel)
+        return Packet(words, told), [lost]
 
-    def decode(self, words: Tensor, num: int) -> tuple[Sparse, Tensor]:
+    def decode(self, packet: Packet) -> tuple[Sparse, Tensor]:
         """The entries of a message, and what travels dense beside them."""
-        entry_range = EntryRange(num, 0, self.like.numel)
-        indices, _, values, _ = allocate_entries([entry_range], self.like.values)
-        dense_part = message.read(words, entry_range, self.codec, indices, values)
+        indices, _, values, _ = allocate_entries([packet.entries], self.like.values)
+        dense_part = message.read(packet.words, packet.entries, self.codec, indices, values)
         return Sparse(indices, values, self.like.numel), dense_part
 
     def send_and_receive(
-        self, words: Tensor | None, num: int, target: int | None, source: int | None, stage: str
-    ) -> tuple[Tensor, int] | None:
-        """Send a message of `num` entries along one edge; return what came along another.
+        self, packet: Packet | None, target: int | None, source: int | None, stage: str
+    ) -> Packet | None:
+        """Send a message along one edge; return what came along another.
 
         None for `target` or `source` means that this rank has no such edge in this round. Every
         rank calls it in every round all the same: its sizes travel with those of all others.
         """
-        device, dtype = self.like.values.device, self.like.values.dtype
-        num_incoming = self.comm.send_recv_size(num, target, source, device, stage=stage)
+        device, dtype, numel = self.like.values.device, self.like.values.dtype, self.like.numel
+        sent = packet.entries if packet is not None else EntryRange(0, 0, numel, num_index_words=0)
+        told = sizes_to_tell(sent, self.codec)
+        told = self.comm.send_recv_sizes(told, target, source, device, stage=stage)
+        (entries,) = told_ranges(told, self.codec, [(0, numel)])
         sizes = {}
         if source is not None:
-            entry_range = EntryRange(num_incoming, 0, self.like.numel)
-            sizes[source] = message.num_words(entry_range, self.codec, dtype, self.num_dense)
-        outgoing = {target: words} if target is not None and words is not None else {}
+            sizes[source] = message.num_words(entries, self.codec, dtype, self.num_dense)
+        outgoing = {target: packet.words} if target is not None and packet is not None else {}
         received = self.comm.exchange(outgoing, sizes, device, stage=stage)
-        return None if source is None else (received[source], num_incoming)
+        return None if source is None else Packet(received[source], entries)
 
 
 def exchange(
@@ -79,18 +96,18 @@ def exchange(
     node = Node(comm, codec_for(local.values, codec), local, dense_part.numel())
     strides = [1 << level for level in range((comm.size - 1).bit_length())]
     entries, dense_sum, cut, num_sent = _merge_up(node, strides, local, dense_part, k)
-    words = None
+    packet = None
     if comm.rank == 0:  # every rank reads the words of the root, the root too: so all bits agree
-        words, lost = node.encode(entries, dense_sum)
-        entries, _ = node.decode(words, entries.num)
+        packet, lost = node.encode(entries, dense_sum)
+        entries, _ = node.decode(packet)
         cut += lost
     for stride in reversed(strides):
         child, parent = _tree_edges(comm, stride)
-        received = node.send_and_receive(words, entries.num, child, parent, "broadcast")
+        received = node.send_and_receive(packet, child, parent, "broadcast")
         num_sent += entries.num + dense_part.numel() if child is not None else 0
         if received is not None:
-            words, num = received
-            entries, dense_sum = node.decode(words, num)
+            packet = received
+            entries, dense_sum = node.decode(packet)
     corrections = tuple(_filtered(sums, entries, keep_common=True) for sums in cut)
     return SparseSum(entries, local, dense_sum, corrections=corrections, num_sent=num_sent)
 
@@ -103,14 +120,14 @@ def _merge_up(
     cut: list[Sparse] = []
     for stride in strides:
         child, parent = _tree_edges(node.comm, stride)
-        words = None
+        packet = None
         if parent is not None:
-            words, lost = node.encode(entries, dense_sum)
+            packet, lost = node.encode(entries, dense_sum)
             cut += lost
             num_sent += entries.num + dense_part.numel()
-        received = node.send_and_receive(words, entries.num, parent, child, "reduce")
+        received = node.send_and_receive(packet, parent, child, "reduce")
         if received is not None:
-            theirs, their_dense = node.decode(*received)
+            theirs, their_dense = node.decode(received)
             both = _merge_two(entries, theirs)
             entries = top_entries(both, k)
             cut.append(_filtered(both, entries, keep_common=False))

@@ -15,7 +15,7 @@ from oktopk.methods.ok_topk.balance import gather
 from oktopk.methods.ok_topk.regions import equal_bounds, split_reduce
 from oktopk.methods.state import MethodState
 from oktopk.sparse import Sparse
-from oktopk.wire.codec import CodecName, EntryRange, num_words, words_per_value
+from oktopk.wire.codec import CodecName, EntryRange, max_words, words_per_value
 
 
 def exchange(
@@ -30,7 +30,7 @@ def exchange(
     reduced = split_reduce(local, dense_part, bounds, comm, codec)
     counts = comm.all_gather_size(reduced.region.num, local.values.device, stage="counts")
     sparse_words = sum(
-        num_words(EntryRange(count, lo, hi), codec, dtype)
+        max_words(EntryRange(count, lo, hi), codec, dtype)
         for count, (lo, hi) in zip(counts, pairwise(bounds), strict=True)
     )
     if sparse_words < local.numel * words_per_value(dtype):

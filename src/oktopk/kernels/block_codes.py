@@ -23,7 +23,7 @@ sum of integers has the same bits in whatever order it is taken."""
 
 
 class Quantizer(NamedTuple):
-    """How magnitudes of one block become a few levels: `a + (b - a) * fraction`.
+    """How magnitudes of one block become a few levels: `a + (b - a) * fraction`, in bfloat16.
 
     Levels lie above the smallest magnitude a that was selected, and most magnitudes lie close to
     it. So levels that begin at 0 and have equal steps, as those of integers do, would waste most

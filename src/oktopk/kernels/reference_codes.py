@@ -136,11 +136,14 @@ def _fit(magnitudes: Tensor, is_value: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def _levels(parameters: Tensor, quantizer: Quantizer) -> Tensor:
-    """The levels of each block as a row, in float32, from what was sent in bfloat16."""
+    """The levels of each block as a row, in float32, from what was sent in bfloat16.
+
+    They are rounded to bfloat16 too: with 8 bits of their own, what they leave of a value is exact.
+    """
     ends = parameters.float().view(-1, quantizer.num_parameters)
     a, b = ends[:, :1], ends[:, -1:]
     fractions = to_device(list(quantizer.fractions), torch.float32, parameters.device)
-    return a + (b - a) * fractions
+    return (a + (b - a) * fractions).to(torch.bfloat16).float()
 
 
 def _write_bits(words: Tensor, start: Tensor, values: Tensor) -> None:

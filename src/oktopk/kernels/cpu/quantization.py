@@ -52,15 +52,17 @@ def _fit(magnitudes, cut_at):
 
 @compiled
 def _rounded_to_bfloat16(bits):
-    """The bits of a finite float32, rounded to those of a bfloat16; ties to even."""
+    """The bits of a float32, rounded to those of a bfloat16, ties to even; a NaN stays one."""
     half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return (bits + half) & np.uint32(0xFFFF0000)
 
 
 @compiled
 def _set_levels(a, b, fractions, levels):
+    bits = levels.view(np.uint32)
     for j in range(fractions.size):
         levels[j] = a + (b - a) * fractions[j]
+        bits[j] = _rounded_to_bfloat16(bits[j])
 
 
 @compiled

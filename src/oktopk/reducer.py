@@ -40,7 +40,7 @@ class Reducer:
         warmup_steps: dense steps before the sparse phase.
         schedule: (steps, density) pairs that follow the warm-up.
         overshoot: see `oktopk.Settings`.
-        wire: how entries travel: `plain`, `fp32`, `bf16`, `fp16` or `int8`.
+        wire: how entries travel: `plain`, `fp32`, `bf16`, `fp16`, `int8`, `int4`, `int2` or `sign`.
         exact_every: steps between exact thresholds (`oktopk`).
         bounds_every: steps between updates of the region bounds (`oktopk`).
         on_nonfinite: what all ranks do when one has a NaN or Inf: `skip`, `raise` or `deliver`.

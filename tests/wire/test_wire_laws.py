@@ -14,8 +14,9 @@ from laws import (
     simulated,
 )
 from oktopk.engine.residual import apply_sparse_
+from oktopk.methods.cost_model import Work
 from oktopk.methods.state import MethodState
-from oktopk.wire.codec import CODECS
+from oktopk.wire.codec import CODECS, size_rounds
 from streams import STREAMS
 from wire_cases import BITS
 
@@ -78,6 +79,37 @@ def test_k_means_k_and_the_bill_is_bounded(P, method, name):
     assert_k_means_k(ranks, method)
     if method == "oktopk":
         assert_bill_is_bounded(ranks, value_bytes=4, is_sized_by_count=False)
+
+
+def rounds_of(comm, method, name) -> int:
+    """How often a rank exchanges messages or headers in a step."""
+    rounds = 0
+
+    def counted(collective):
+        def call(*args):
+            nonlocal rounds
+            rounds += 1
+            collective(*args)
+
+        return call
+
+    for each in ("exchange", "all_to_all"):
+        setattr(comm.transport, each, counted(getattr(comm.transport, each)))
+    one_exchange(comm, method, name)
+    return rounds
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("method", ["oktopk", "topka", "topkdsa", "gtopk"])
+def test_the_cost_model_has_the_round_in_which_sizes_are_told(method, name):
+    plain, told = (
+        oktopk.simulate(3, lambda comm, name=name: rounds_of(comm, method, name))
+        for name in ("plain", name)
+    )
+    cost = oktopk.METHODS[method].cost
+    more = cost(Work(3000, 60, 3, size_rounds=size_rounds(name))).rounds
+    more -= cost(Work(3000, 60, 3)).rounds
+    assert [rounds + more for rounds in plain] == told
 
 
 def test_an_unknown_codec_is_refused():

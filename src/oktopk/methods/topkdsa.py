@@ -78,7 +78,7 @@ def cost(work: Work) -> Cost:
     share = (work.size - 1) / work.size
     gathered = min(work.union * work.entry_bytes, work.numel * work.value_bytes)
     return Cost(
-        rounds=4,
+        rounds=4 + work.size_rounds,
         bytes=share * (work.kept * work.entry_bytes + gathered),
         elements=work.numel,
         entries=2 * work.kept + work.union,

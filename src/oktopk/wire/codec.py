@@ -96,6 +96,11 @@ def is_sized_by_count(codec_name: CodecName) -> bool:
     return CODECS[codec_name].indices.is_sized_by_count
 
 
+def size_rounds(codec_name: CodecName) -> int:
+    """Rounds of headers that messages need whose counts are known before they are encoded."""
+    return 0 if is_sized_by_count(codec_name) else 1
+
+
 def sizes_to_tell(entries: EntryRange, codec_name: CodecName) -> list[int]:
     """What the sender of some encoded entries tells the receiver ahead of the message.
 

@@ -130,7 +130,7 @@ def a_million(some: list[Sparse]) -> Sparse:
 def milliseconds(run: Callable[[], object]) -> float:
     run()  # compiles, and touches the memory
     taken = []
-    for _ in range(7):
+    for _ in range(25):
         start = time.perf_counter()
         run()
         taken.append(1e3 * (time.perf_counter() - start))

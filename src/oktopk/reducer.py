@@ -43,7 +43,7 @@ class Reducer:
         overshoot: see `oktopk.Settings`.
         average: divide a sum by the number of `all` ranks, or of the `senders` of that entry.
         decay: multiply the residual by this before each exchange.
-        wire: how entries travel: `plain`, `fp32`, `bf16`, `fp16` or `int8`.
+        wire: how entries travel: `plain`, `fp32`, `bf16`, `fp16`, `int8`, `int4`, `int2` or `sign`.
         exact_every: steps between exact thresholds (`oktopk`).
         bounds_every: steps between updates of the region bounds (`oktopk`).
         on_nonfinite: what all ranks do when one has a NaN or Inf: `skip`, `raise` or `deliver`.

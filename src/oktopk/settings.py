@@ -37,8 +37,9 @@ class Settings:
 
     wire: CodecName = "bf16"
     """How entries travel: `plain` (64 bits each), or with packed indices and values as `fp32`,
-    `bf16`, `fp16` or `int8`. What rounding takes off stays in the residual. float64 gradients, and
-    all gradients at density 1, travel plain."""
+    `bf16`, `fp16`, `int8`, or as a sign and a level in 4 bits (`int4`), 2 (`int2`) or 1 (`sign`).
+    What rounding takes off stays in the residual. float64 gradients, and all gradients at density
+    1, travel plain."""
 
     group_numel: int = 2**25
     """Consecutive buckets are exchanged together until they have this many entries (`oktopk`).

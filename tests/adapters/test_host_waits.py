@@ -91,15 +91,23 @@ def waits_of(comm: Comm, num_buckets: int, steps: int, **more) -> list[list[str]
 PER_STEP, PER_GROUP, PER_EXACT_STEP = 1, 7, 5
 
 
+def waits_for_sizes(P: int) -> int:
+    """Reads more of a group with a codec whose sizes do not follow from the counts, when shares are
+    not evened out: the size of each message of the split and of the own share, then all sizes."""
+    return (P - 1) + 1 + 1
+
+
 @pytest.mark.parametrize(
     ("P", "num_buckets", "wire"),
-    [*product([2, 4, 8], [1, 5], ["bf16"]), (4, 5, "plain"), (4, 5, "int8")],
+    [*product([2, 4, 8], [1, 5], ["bf16"]), (4, 5, "plain"), (4, 5, "int8"), (4, 5, "int4")],
 )
 def test_the_host_waits_a_handful_of_times_whatever_the_ranks_and_buckets(
     any_device, P, num_buckets, wire
 ):
     """docs/cuda.md has the same numbers: one read more where a group has several buckets."""
     usual = PER_STEP + PER_GROUP + (num_buckets > 1)
+    if wire == "int4":
+        usual += waits_for_sizes(P)
     for rank in simulate(P, lambda comm: waits_of(comm, num_buckets, 5, wire=wire)):
         *_, last = rank
         assert len(last) == usual, last

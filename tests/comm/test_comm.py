@@ -43,9 +43,9 @@ def use_every_collective(where) -> dict:
         "exchange": {peer: message.tolist() for peer, message in heard.items()},
         "all_reduce_header": comm.all_reduce_header(torch.arange(5) + rank, stage="d").tolist(),
         "all_reduce_of_nothing": comm.all_reduce_header(torch.arange(0), stage="d").tolist(),
-        "send_recv_size": comm.send_recv_size(rank, after, before, cpu, stage="e")
+        "send_recv_sizes": comm.send_recv_sizes([rank], after, before, cpu, stage="e")
         if size > 1
-        else 0,
+        else [0],
         "all_reduce": comm.all_reduce_(torch.full((5,), float(rank)), stage="f").tolist(),
         "ledger": comm.ledger.stages,
     }
@@ -60,7 +60,7 @@ def expected(rank: int, size: int) -> dict:
         "exchange": {p: [p] * counts[p] for p in range(size) if p != rank},
         "all_reduce_header": [size * i + size * (size - 1) // 2 for i in range(5)],
         "all_reduce_of_nothing": [],
-        "send_recv_size": (rank - 1) % size,
+        "send_recv_sizes": [(rank - 1) % size],
         "all_reduce": [size * (size - 1) / 2] * 5,
         "ledger": expected_ledger(rank, size),
     }
@@ -97,7 +97,7 @@ def test_collectives_over_simulated_ranks(P):
         assert got == expected(rank, P)
 
 
-def handed_and_booked(group, method: str, steps: int) -> list[tuple]:
+def handed_and_booked(group, method: str, steps: int, wire: str) -> list[tuple]:
     """Bytes and messages given to torch.distributed, and what the ledger says of them."""
     handed = Traffic()
     batch, all_reduce = dist.batch_isend_irecv, dist.all_reduce
@@ -123,7 +123,8 @@ def handed_and_booked(group, method: str, steps: int) -> list[tuple]:
 
     dist.batch_isend_irecv, dist.all_reduce = count_batch, count_all_reduce
     try:
-        reducer = Reducer(3000, method=method, density=0.02, warmup_steps=1, group=group)
+        settings = {"density": 0.02, "warmup_steps": 1, "wire": wire}
+        reducer = Reducer(3000, method=method, group=group, **settings)
         for step in range(steps):
             reducer.reduce_(STREAMS["heavy"](3000, reducer.comm.rank, step).float())
     finally:
@@ -132,9 +133,9 @@ def handed_and_booked(group, method: str, steps: int) -> list[tuple]:
 
 
 @over_methods
-@pytest.mark.parametrize("P", [1, 3, 8])
-def test_ledger_is_what_torch_distributed_was_handed(world, P, method):
-    for handed, booked in world.run(P, handed_and_booked, method, 36):
+@pytest.mark.parametrize(("P", "wire"), [(1, "bf16"), (3, "bf16"), (8, "bf16"), (3, "int2")])
+def test_ledger_is_what_torch_distributed_was_handed(world, P, wire, method):
+    for handed, booked in world.run(P, handed_and_booked, method, 36, wire):
         assert (handed.sent, handed.received) == (booked.sent, booked.received)
         assert handed.messages_sent == booked.messages_sent
         assert handed.messages_received == booked.messages_received
@@ -177,3 +178,28 @@ def test_bill_is_the_formula_of_the_docs(world, P, method):
             assert gathered == 8 * stats[0].result * (P - 1)
         # nothing is sent that nobody gets
         assert sum(s.bytes_sent for s in stats) == sum(s.bytes_received for s in stats)
+
+
+@pytest.mark.parametrize("method", ["topka", "topkdsa", "gtopk", "oktopk"])
+@pytest.mark.parametrize("P", [2, 3, 4])
+def test_sizes_that_do_not_follow_from_counts_are_in_the_headers(P, method):
+    """The formula of docs/algorithms.md, with codecs whose index codec is Rice."""
+    args = method, 3000, 0.02, "drifting", 34, torch.float32
+    counted, told = (
+        simulate(P, lambda comm, wire=wire: trajectory(comm, *args, wire=wire))
+        for wire in ("bf16", "int2")
+    )
+    for rank, (ours, theirs) in enumerate(zip(told, counted, strict=True)):
+        edges = P - 1
+        if method == "gtopk":  # to its parent, and to each child
+            edges = (rank > 0) + sum(rank % (2 * s) == 0 and rank + s < P for s in (1, 2, 4))
+        for mine, other in zip(ours, theirs, strict=True):
+            ahead = {"topka": "counts", "gtopk": "reduce"}.get(method, "split")
+            before = mine.stats.stages[ahead].header_sent
+            assert before == 2 * other.stats.stages[ahead].header_sent
+            if method in ("topka", "gtopk"):
+                assert mine.stats.bytes_header == 8 * edges
+            else:
+                pieces = mine.stats.stages["sizes"].header_sent
+                assert pieces % (4 * edges) == 0 and pieces <= 4 * P * edges
+                assert method == "oktopk" or pieces == 4 * edges

@@ -34,22 +34,22 @@ def test_one_ranks_flag_reaches_all_and_the_sizes_stay(collective, flagged):
 
 
 def test_a_flag_goes_from_rank_to_rank_with_a_single_size():
-    def main(comm: Comm) -> tuple[int, bool]:
+    def main(comm: Comm) -> tuple[list[int], bool]:
         comm.nonfinite = comm.rank == 0
         to, source = (comm.rank + 1) % 3, (comm.rank - 1) % 3
-        size = comm.send_recv_size(0, to, source, CPU, stage="a")
-        return size, comm.nonfinite
+        sizes = comm.send_recv_sizes([0], to, source, CPU, stage="a")
+        return sizes, comm.nonfinite
 
-    assert simulate(3, main) == [(0, True), (0, True), (0, False)]
+    assert simulate(3, main) == [([0], True), ([0], True), ([0], False)]
 
 
 def test_without_a_sender_a_rank_receives_0_and_no_flag():
-    def main(comm: Comm) -> tuple[int, bool]:
+    def main(comm: Comm) -> tuple[list[int], bool]:
         comm.nonfinite = comm.rank == 0
         ends = (1, None) if comm.rank == 0 else (None, 0)
-        return comm.send_recv_size(5, *ends, CPU, stage="a"), comm.nonfinite
+        return comm.send_recv_sizes([5, 0], *ends, CPU, stage="a"), comm.nonfinite
 
-    assert simulate(2, main) == [(0, True), (5, True)]
+    assert simulate(2, main) == [([0, 0], True), ([5, 0], True)]
 
 
 def test_a_flag_stays_until_it_is_cleared():
@@ -71,3 +71,19 @@ def test_equal_shares_have_all_entries_and_zeros_at_the_end(numel, size):
     assert shares.shape == (size, -(-numel // size))
     flat = shares.view(-1)
     assert flat[:numel].equal(x) and not flat[numel:].any()
+
+
+@pytest.mark.parametrize("flagged", [None, 1])
+def test_several_sizes_for_a_rank_travel_together(flagged):
+    """Two for each rank: 8 bytes for each of two peers, in each of two collectives."""
+
+    def main(comm: Comm) -> tuple:
+        comm.nonfinite = comm.rank == flagged
+        gathered = comm.all_gather_sizes([comm.rank, 7], CPU, stage="a")
+        sent = [size for peer in range(3) for size in (10 * comm.rank + peer, peer)]
+        swapped = comm.all_to_all_sizes(sent, CPU, stage="a")
+        return gathered, swapped, comm.nonfinite, comm.ledger.stages["a"].header_sent
+
+    for rank, found in enumerate(simulate(3, main)):
+        swapped = [rank, rank, 10 + rank, rank, 20 + rank, rank]
+        assert found == ([0, 7, 1, 7, 2, 7], swapped, flagged is not None, 32)

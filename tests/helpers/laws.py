@@ -156,10 +156,14 @@ def oktopk_headers(size: int, value_bytes: int, *, exact: bool, bounds: bool) ->
     return {sizes + ladder + agreement + num * search for num in range(fewest, 3)}
 
 
-def assert_bill_is_bounded(ranks: list[list[Step]], value_bytes: int = 8) -> None:
+def assert_bill_is_bounded(
+    ranks: list[list[Step]], value_bytes: int = 8, is_sized_by_count: bool = True
+) -> None:
     """`oktopk`: at most 6k(P-1)/P words of payload (k up to a multiple of P), bounded headers."""
     size = len(ranks)
     most = max(oktopk_headers(size, value_bytes, exact=False, bounds=True))
+    if not is_sized_by_count:  # a size for each message of the split and for each piece gathered
+        most += 4 * (1 + size) * (size - 1)
     for done in ranks:
         for step in done:
             stats = step.stats

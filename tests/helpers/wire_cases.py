@@ -15,6 +15,7 @@ DTYPES = [torch.float32, torch.float64]
 EXTREME = [0.0, -0.0, 1.0, -1.0, 1 / 3, 65_504.0, 65_520.0, 3e38, -3e38, 1e-7, 1e-38, 1e-40, 1e-45]
 NOT_FINITE = [math.nan, math.inf, -math.inf]
 BITS = {"plain": 64, "fp32": 40, "bf16": 24, "fp16": 24, "int8": 16.2}  # per entry at 2 %, at most
+BITS |= {"int4": 12, "int2": 10, "sign": 9}
 
 
 @st.composite

@@ -156,3 +156,21 @@ def test_laws_hold_for_two_million_elements(world, method):
     ranks = world.run(4, trajectory, method, 2_000_000, 0.01, "gaussian", 2, torch.float32)
     assert_nothing_is_lost(ranks, tolerance=1e-6)
     assert_all_agree(ranks)
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4", "int2", "sign"])
+@pytest.mark.parametrize("method", ["oktopk", "topka", "topkdsa", "gtopk"])
+@pytest.mark.parametrize("P", [2, 3, 4])
+def test_laws_hold_with_low_bit_values(world, P, method, wire):
+    """Beyond new thresholds where a method has them; sizes of messages travel on their own."""
+    steps = 36 if method == "oktopk" else 6
+    args = method, N, DENSITY, "heavy", steps, torch.float32, wire
+    ranks = world.run(P, trajectory_with_wire, *args)
+    assert_nothing_is_lost(ranks, tolerance=1e-6)
+    assert_all_agree(ranks)
+    assert_k_means_k(ranks, method)
+
+
+def trajectory_with_wire(group, *args) -> list:
+    *args, wire = args
+    return trajectory(group, *args, wire=wire)

@@ -25,7 +25,7 @@ def test_a_message_is_read_as_the_sender_was_told(name, case, data, dtype, num_d
     indices, entries = case
     x = data.draw(values(entries.count, dtype))
     dense = data.draw(values(num_dense, dtype))
-    words, received = message.write(indices, x, entries, name, dense)
+    words, received, entries = message.write(indices, x, entries, name, dense)
     assert words.numel() == message.num_words(entries, name, dtype, num_dense)
     read_indices, read = torch.empty_like(indices), torch.empty_like(x)
     read_dense = message.read(words, entries, name, read_indices, read)
@@ -45,13 +45,13 @@ def test_messages_of_all_ranks_are_read_in_rank_order(name, rank):
         )
         for peer, count in enumerate(counts)
     ]
-    entries = [EntryRange(count, 0, 9) for count in counts]
-    words = {
-        peer: message.write(each.indices, each.values, entries[peer], name, each.dense_part)[0]
-        for peer, each in enumerate(sent)
-        if peer != rank
-    }
-    read = message.read_all(words, entries, name, sent[rank], rank)
+    written = [
+        message.write(each.indices, each.values, EntryRange(count, 0, 9), name, each.dense_part)
+        for count, each in zip(counts, sent, strict=True)
+    ]
+    words = {peer: each.words for peer, each in enumerate(written) if peer != rank}
+    read = message.read_all(words, [each.entries for each in written], name, sent[rank], rank)
     assert read.indices.tolist() == [0, 1, 2, 3, 4]
-    assert read.values.tolist() == pytest.approx([0.5, 1.5, 0.5, 1.5, 2.5], abs=0.01)
+    want = [sent[peer].values if peer == rank else written[peer].values for peer in range(3)]
+    assert read.values.equal(torch.cat(want))
     assert read.dense_part.tolist() == [0.0]  # (1e8 + 1) - 1e8, in this order

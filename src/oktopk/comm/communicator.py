@@ -135,30 +135,36 @@ class Comm:
 
     def all_gather_size(self, size: int, device: torch.device, *, stage: str) -> list[int]:
         """Gather one size from every rank, in rank order. Header: 4(P-1) bytes."""
-        header = self._encode_sizes([size], device)
+        return self.all_gather_sizes([size], device, stage=stage)
+
+    def all_gather_sizes(self, sizes: list[int], device: torch.device, *, stage: str) -> list[int]:
+        """Gather as many sizes from every rank, in rank order. Header: 4 len(sizes)(P-1) bytes."""
+        header = self._encode_sizes(sizes, device)
         return self._decode_sizes(self.all_gather_header(header, stage=stage))
 
     def all_to_all_sizes(self, sizes: list[int], device: torch.device, *, stage: str) -> list[int]:
         """Send sizes[p] to each rank p; return what they sent, in rank order. Header: 4(P-1) bytes.
 
-        Ranks call it before an `exchange` whose message sizes only the senders know.
+        There may be several sizes for each rank, one rank's after the other's, both in `sizes` and
+        in the result. Ranks call it before an `exchange` whose message sizes only the senders know.
         """
-        header = self._encode_sizes(sizes, device).unsqueeze(1)
+        header = self._encode_sizes(sizes, device).view(self.size, -1)
         return self._decode_sizes(self._all_to_all(header, stage))
 
-    def send_recv_size(
-        self, size: int, to: int | None, source: int | None, device: torch.device, *, stage: str
-    ) -> int:
-        """Send a size to rank `to` and return the one from rank `source`. Header: 4 bytes.
+    def send_recv_sizes(
+        self, sizes: list[int], to: int | None, source: int | None, device: torch.device, *,
+        stage: str,
+    ) -> list[int]:  # fmt: skip
+        """Send sizes to rank `to` and return those from rank `source`. Header: 4 bytes for each.
 
-        With `to=None` nothing is sent; with `source=None` nothing is received, and it returns 0.
+        With `to=None` nothing is sent; with `source=None` nothing is received, and all are 0.
         """
-        sent = self._encode_sizes([size], device)
+        sent = self._encode_sizes(sizes, device)
         received = torch.zeros_like(sent)
         outgoing = {to: sent} if to is not None else {}
         incoming = {source: received} if source is not None else {}
         self._exchange(outgoing, incoming, stage, header=True)
-        return self._decode_sizes(received)[0]
+        return self._decode_sizes(received)
 
     def _encode_sizes(self, sizes: list[int], device: torch.device) -> Tensor:
         """Put sizes, and the `nonfinite` flag with them, into a header of int32.

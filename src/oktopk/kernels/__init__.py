@@ -18,6 +18,10 @@ from torch import Tensor
 from oktopk.kernels.backend import Correction as Correction
 from oktopk.kernels.backend import KernelBackend as KernelBackend
 from oktopk.kernels.backend import SecondMoment as SecondMoment
+from oktopk.kernels.block_codes import QUANTIZE_BLOCK as QUANTIZE_BLOCK
+from oktopk.kernels.block_codes import QUANTIZERS as QUANTIZERS
+from oktopk.kernels.block_codes import RICE_BLOCK as RICE_BLOCK
+from oktopk.kernels.block_codes import num_blocks as num_blocks
 from oktopk.kernels.float_bits import from_bits as from_bits
 from oktopk.kernels.no_sync import histogram as histogram
 from oktopk.kernels.no_sync import nonzero_counted as nonzero_counted
@@ -215,3 +219,33 @@ def encode_elias_fano(
 def decode_elias_fano(low: Tensor, high: Tensor, lo: int, num_low_bits: int, out: Tensor) -> None:
     """Fill `out` with the int32 indices that `encode_elias_fano` wrote. O(entries)."""
     backend_for(low.device.type).decode_elias_fano(low, high, lo, num_low_bits, out)
+
+
+def encode_rice(indices: Tensor, lo: int) -> Tensor:
+    """Ascending int32 indices of at least `lo` as a Rice code, in as many int32 words as it takes.
+
+    The gaps between indices are coded in blocks of `RICE_BLOCK`. The parameter of a block, a byte,
+    is the number of low bits of its gaps that are sent as they are, chosen to take the fewest bits.
+    What is left of a gap is sent in unary: so many zeros, then a one. The words hold all
+    parameters, then all unary numbers, then all low bits. O(entries).
+    """
+    return backend_for(indices.device.type).encode_rice(indices, lo)
+
+
+def decode_rice(words: Tensor, lo: int, out: Tensor) -> None:
+    """Fill `out` with the int32 indices that `encode_rice` wrote. O(entries)."""
+    backend_for(words.device.type).decode_rice(words, lo, out)
+
+
+def quantize(values: Tensor, num_bits: int, parameters: Tensor, codes: Tensor) -> None:
+    """Write float32 values as a sign and the nearest of 2 ** (num_bits - 1) levels of their block.
+
+    `block_codes.QUANTIZERS` has the levels. `parameters` and `codes` are int32 tensors of the
+    right size (`oktopk.wire.values.Quantized`). A block with a NaN or Inf is read as NaN. O(n).
+    """
+    backend_for(values.device.type).quantize(values, num_bits, parameters, codes)
+
+
+def dequantize(parameters: Tensor, codes: Tensor, num_bits: int, out: Tensor) -> None:
+    """Fill `out`, float32, with the values that `quantize` wrote. O(n)."""
+    backend_for(codes.device.type).dequantize(parameters, codes, num_bits, out)

@@ -12,11 +12,16 @@ from torch import Tensor
 from oktopk.kernels.backend import Correction, SecondMoment
 from oktopk.kernels.float_bits import INTEGER, NUM_BINS, bins_from, cut_bin, from_bits
 from oktopk.kernels.no_sync import histogram, nonzero_counted
+from oktopk.kernels.reference_codes import decode_elias_fano as decode_elias_fano
+from oktopk.kernels.reference_codes import decode_rice as decode_rice
+from oktopk.kernels.reference_codes import dequantize as dequantize
+from oktopk.kernels.reference_codes import encode_elias_fano as encode_elias_fano
+from oktopk.kernels.reference_codes import encode_rice as encode_rice
+from oktopk.kernels.reference_codes import quantize as quantize
 from oktopk.sparse import EntryBuffer, Sparse, placed
 from oktopk.utils.device import to_device, to_host
 
 SYNCHRONOUS: bool = False
-WORD_MASK = (1 << 32) - 1  # an int32 word, read as unsigned, in an int64
 
 
 def all_finite(x: Tensor) -> bool:
@@ -170,38 +175,3 @@ def correct_second_moments_(
         m.exp_avg_sq[positions] = lowered.clamp_(min=0).to(m.exp_avg_sq.dtype)
         corrections.append(Correction(positions, before, after.to(m.exp_avg_sq.dtype)))
     return corrections
-
-
-def encode_elias_fano(
-    indices: Tensor, lo: int, num_low_bits: int, low: Tensor, high: Tensor
-) -> None:
-    offsets, numbers = indices.long() - lo, torch.arange(len(indices), device=indices.device)
-    _write_bits(low, numbers * num_low_bits, offsets & ((1 << num_low_bits) - 1))
-    _write_bits(high, (offsets >> num_low_bits) + numbers, torch.ones_like(offsets))
-
-
-def decode_elias_fano(low: Tensor, high: Tensor, lo: int, num_low_bits: int, out: Tensor) -> None:
-    numbers = torch.arange(out.numel(), device=out.device)
-    upper = nonzero_counted(_unpacked_bits(high), out.numel()) - numbers
-    # two words more, since the low bits of the last entry may end with the last word
-    words = torch.cat([low, low.new_zeros(2)]).long() & WORD_MASK
-    start = numbers * num_low_bits
-    pair = words[start >> 5] | (words[(start >> 5) + 1] << 32)
-    lower = (pair >> (start & 31)) & ((1 << num_low_bits) - 1)
-    out.copy_((upper << num_low_bits) + lower + lo)
-
-
-def _write_bits(words: Tensor, start: Tensor, values: Tensor) -> None:
-    """Fill 32-bit words with values that begin at bit `start` each; no two have a bit in common."""
-    sums = torch.zeros(words.numel() + 2, dtype=torch.int64, device=words.device)
-    shifted = values << (start & 31)
-    # adding sets the bits, since no two values share one; so the order does not matter either
-    sums.index_add_(0, start >> 5, shifted & WORD_MASK)
-    sums.index_add_(0, (start >> 5) + 1, shifted >> 32)
-    words.copy_(sums[:-2])  # a value that ends with the last word has no bits beyond it
-
-
-def _unpacked_bits(words: Tensor) -> Tensor:
-    """All bits of the words as a flat mask, the lowest bit of each word first."""
-    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
-    return (words.unsqueeze(1) >> shifts).bitwise_and_(1).bool().view(-1)

@@ -18,7 +18,7 @@ from oktopk.methods.cost_model import Cost, Work
 from oktopk.methods.state import MethodState
 from oktopk.sparse import Sparse
 from oktopk.wire import message
-from oktopk.wire.codec import CodecName, EntryRange
+from oktopk.wire.codec import CodecName, EntryRange, sizes_to_tell, told_ranges
 
 
 def all_gather(
@@ -32,16 +32,18 @@ def all_gather(
 ) -> SparseSum:
     """Send every rank's selection to every rank and sum it there. 2k(P-1) words: grows with P."""
     codec, dtype = codec_for(local.values, codec), local.values.dtype
-    counts = comm.all_gather_size(local.num, local.values.device, stage="counts")
-    ranges = [EntryRange(count, 0, local.numel) for count in counts]
-    words, decoded = message.write(
-        local.indices, local.values, ranges[comm.rank], codec, dense_part
-    )
-    sizes = {
+    whole = EntryRange(local.num, 0, local.numel)
+    words, decoded, sent = message.write(local.indices, local.values, whole, codec, dense_part)
+    sizes = comm.all_gather_sizes(sizes_to_tell(sent, codec), words.device, stage="counts")
+    ranges = told_ranges(sizes, codec, [(0, local.numel)] * comm.size)
+    counts = [entries.count for entries in ranges]
+    incoming = {
         peer: message.num_words(ranges[peer], codec, dtype, dense_part.numel())
         for peer in comm.peers
     }
-    received = comm.exchange(dict.fromkeys(comm.peers, words), sizes, words.device, stage="gather")
+    received = comm.exchange(
+        dict.fromkeys(comm.peers, words), incoming, words.device, stage="gather"
+    )
     own = message.Message(local.indices, decoded, dense_part)
     indices, values, dense_sum = message.read_all(received, ranges, codec, own, comm.rank)
     sums = kernels.merge(indices, values, counts, 0, local.numel)

@@ -46,6 +46,10 @@ class Work:
 
     value_bytes: int = 4
 
+    size_rounds: int = 0
+    """Rounds of headers more before a gather of sums: 1 with a codec whose sizes do not follow from
+    the counts (`oktopk.wire.codec.size_rounds`)."""
+
     @property
     def entry_bytes(self) -> float:
         return self.bits / 8

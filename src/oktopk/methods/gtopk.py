@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +33,20 @@ from oktopk.methods.selection import top_entries
 from oktopk.methods.state import MethodState
 from oktopk.sparse import Sparse, empty
 from oktopk.wire import message
-from oktopk.wire.codec import CodecName, EntryRange, allocate_entries
+from oktopk.wire.codec import (
+    CodecName,
+    EntryRange,
+    allocate_entries,
+    sizes_to_tell,
+    told_ranges,
+)
+
+
+class Packet(NamedTuple):
+    """A message between two nodes, and what its receiver is told of it ahead."""
+
+    words: Tensor
+    entries: EntryRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,43 +76,47 @@ class Node:
     num_dense: int
     counts_senders: bool
 
-    def encode(self, entries: Sparse, dense_part: Tensor) -> tuple[Tensor, Tensor]:
+    def encode(self, entries: Sparse, dense_part: Tensor) -> tuple[Packet, Tensor]:
         """The message of some entries, and their values as they will be decoded."""
         entry_range = EntryRange(entries.num, 0, entries.numel)
-        return message.write(entries.indices, entries.values, entry_range, self.codec, dense_part)
+        words, decoded, told = message.write(
+            entries.indices, entries.values, entry_range, self.codec, dense_part
+        )
+        return Packet(words, told), decoded
 
-    def decode(self, words: Tensor, num: int) -> tuple[Sparse, Tensor]:
+    def decode(self, packet: Packet) -> tuple[Sparse, Tensor]:
         """The entries of a message, and what travels dense beside them."""
-        entry_range = EntryRange(num, 0, self.like.numel)
-        indices, _, values, _ = allocate_entries([entry_range], self.like.values)
-        dense_part = message.read(words, entry_range, self.codec, indices, values)
+        indices, _, values, _ = allocate_entries([packet.entries], self.like.values)
+        dense_part = message.read(packet.words, packet.entries, self.codec, indices, values)
         return Sparse(indices, values, self.like.numel), dense_part
 
-    def decode_partial(self, words: Tensor, num: int) -> Partial:
+    def decode_partial(self, packet: Packet) -> Partial:
         """The sums of a child's part of the tree."""
-        entries, tail = self.decode(words, num)
+        entries, tail = self.decode(packet)
         num_senders = tail[self.num_dense :] if self.counts_senders else None
         return Partial(entries, tail[: self.num_dense], num_senders)
 
     def send_and_receive(
-        self, words: Tensor | None, num: int, target: int | None, source: int | None, *, up: bool
-    ) -> tuple[Tensor, int] | None:
-        """Send a message of `num` entries along one edge; return what came along another.
+        self, packet: Packet | None, target: int | None, source: int | None, *, up: bool
+    ) -> Packet | None:
+        """Send a message along one edge; return what came along another.
 
         None for `target` or `source` means that this rank has no such edge in this round. Every
         rank calls it in every round all the same: its sizes travel with those of all others.
         """
-        device, dtype = self.like.values.device, self.like.values.dtype
+        device, dtype, numel = self.like.values.device, self.like.values.dtype, self.like.numel
         stage = "reduce" if up else "broadcast"
-        num_incoming = self.comm.send_recv_size(num, target, source, device, stage=stage)
+        sent = packet.entries if packet is not None else EntryRange(0, 0, numel, num_index_words=0)
+        told = sizes_to_tell(sent, self.codec)
+        told = self.comm.send_recv_sizes(told, target, source, device, stage=stage)
+        (entries,) = told_ranges(told, self.codec, [(0, numel)])
         sizes = {}
         if source is not None:
-            entry_range = EntryRange(num_incoming, 0, self.like.numel)
-            num_dense = self.num_dense + (num_incoming if up and self.counts_senders else 0)
-            sizes[source] = message.num_words(entry_range, self.codec, dtype, num_dense)
-        outgoing = {target: words} if target is not None and words is not None else {}
+            num_dense = self.num_dense + (entries.count if up and self.counts_senders else 0)
+            sizes[source] = message.num_words(entries, self.codec, dtype, num_dense)
+        outgoing = {target: packet.words} if target is not None and packet is not None else {}
         received = self.comm.exchange(outgoing, sizes, device, stage=stage)
-        return None if source is None else (received[source], num_incoming)
+        return None if source is None else Packet(received[source], entries)
 
 
 def exchange(
@@ -122,19 +140,19 @@ def exchange(
     num_senders = torch.ones_like(local.values) if counts_senders else None
     start = Partial(local, dense_part.clone(), num_senders)
     partial, cut, num_sent = _merge_up(node, strides, start, k)
-    entries, dense_sum, words = partial.entries, partial.dense_sum, None
+    entries, dense_sum, packet = partial.entries, partial.dense_sum, None
     if comm.rank == 0:  # every rank reads the words of the root, the root too: so all bits agree
         means = divided(entries, partial.num_senders)
-        words, decoded = node.encode(means, dense_sum)
+        packet, decoded = node.encode(means, dense_sum)
         cut += correction(entries, decoded, partial.num_senders, codec)
-        entries, _ = node.decode(words, entries.num)
+        entries, _ = node.decode(packet)
     for stride in reversed(strides):
         child, parent = _tree_edges(comm, stride)
-        received = node.send_and_receive(words, entries.num, child, parent, up=False)
+        received = node.send_and_receive(packet, child, parent, up=False)
         num_sent += entries.num + dense_part.numel() if child is not None else 0
         if received is not None:
-            words, num = received
-            entries, dense_sum = node.decode(words, num)
+            packet = received
+            entries, dense_sum = node.decode(packet)
     corrections = tuple(_filtered(sums, entries, keep_common=True) for sums in cut)
     return SparseSum(entries, local, dense_sum, corrections=corrections, num_sent=num_sent)
 
@@ -147,14 +165,14 @@ def _merge_up(
     num_sent = 0
     for stride in strides:
         child, parent = _tree_edges(node.comm, stride)
-        words, entries = None, partial.entries
+        packet, entries = None, partial.entries
         if parent is not None:
-            words, decoded = node.encode(entries, partial.tail)
+            packet, decoded = node.encode(entries, partial.tail)
             cut += correction(entries, decoded, None, node.codec)
             num_sent += entries.num + node.num_dense
-        received = node.send_and_receive(words, entries.num, parent, child, up=True)
+        received = node.send_and_receive(packet, parent, child, up=True)
         if received is not None:
-            both = _merge_two(partial, node.decode_partial(*received))
+            both = _merge_two(partial, node.decode_partial(received))
             partial = _largest(both, k)
             cut.append(_filtered(both.entries, partial.entries, keep_common=False))
     return partial, cut, num_sent

@@ -23,7 +23,7 @@ from oktopk.methods.ok_topk.balance import gather
 from oktopk.methods.ok_topk.regions import equal_bounds, split_reduce
 from oktopk.methods.state import MethodState
 from oktopk.sparse import Sparse
-from oktopk.wire.codec import CodecName, EntryRange, num_words, words_per_value
+from oktopk.wire.codec import CodecName, EntryRange, max_words, words_per_value
 
 
 def exchange(
@@ -45,7 +45,7 @@ def exchange(
     region, num_senders = divided(reduced.region, reduced.num_senders), reduced.num_senders
     counts = comm.all_gather_size(region.num, local.values.device, stage="counts")
     sparse_words = sum(
-        num_words(EntryRange(count, lo, hi), codec, dtype)
+        max_words(EntryRange(count, lo, hi), codec, dtype)
         for count, (lo, hi) in zip(counts, pairwise(bounds), strict=True)
     )
     if sparse_words < local.numel * words_per_value(dtype):
@@ -93,7 +93,7 @@ def cost(work: Work) -> Cost:
     share = (work.size - 1) / work.size
     gathered = min(work.union * work.entry_bytes, work.numel * work.value_bytes)
     return Cost(
-        rounds=4,
+        rounds=4 + work.size_rounds,
         bytes=share * (work.kept * work.entry_bytes + gathered),
         elements=work.numel,
         entries=2 * work.kept + work.union,

@@ -5,21 +5,22 @@ in `values.py` or its index codec in `indices.py`; then add a name to `CodecName
 `CODECS`. Settings, configuration files and options take their choices from `CodecName`.
 
 Sender and receiver both know how many entries a message has and in which index range they lie
-(`EntryRange`). The size of the entries follows from that alone, whatever they are. So no size has
-to be sent beside the counts, which are sent anyway.
+(`EntryRange`). With most codecs the size of the entries follows from that alone, whatever they are.
+So no size has to be sent beside the counts, which are sent anyway. Where indices are coded by Rice,
+their size is sent with the counts (`sizes_to_tell`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from oktopk.wire.indices import EliasFano, IndexCodec, Int32
+from oktopk.wire.indices import EliasFano, IndexCodec, Int32, Rice
 from oktopk.wire.indices import EntryRange as EntryRange
-from oktopk.wire.values import Cast, Int8Blocks, ValueCodec, Verbatim
+from oktopk.wire.values import Cast, Int8Blocks, Quantized, ValueCodec, Verbatim
 from oktopk.wire.words import WORD_BITS
 from oktopk.wire.words import words_per_value as words_per_value
 
@@ -36,7 +37,7 @@ class Codec:
         return self.values.num_words(entries.count, dtype) + self.indices.num_words(entries)
 
 
-CodecName = Literal["plain", "fp32", "bf16", "fp16", "int8"]
+CodecName = Literal["plain", "fp32", "bf16", "fp16", "int8", "int4", "int2", "sign"]
 """The name of a codec, as in `Settings.wire`."""
 
 CODECS: dict[CodecName, Codec] = {
@@ -45,9 +46,23 @@ CODECS: dict[CodecName, Codec] = {
     "bf16": Codec(Cast(torch.bfloat16), EliasFano()),
     "fp16": Codec(Cast(torch.float16), EliasFano()),
     "int8": Codec(Int8Blocks(), EliasFano()),
+    "int4": Codec(Quantized(4), Rice()),
+    "int2": Codec(Quantized(2), Rice()),
+    "sign": Codec(Quantized(1), Rice()),
 }
 
 PLAIN = CODECS["plain"]
+
+
+class Encoded(NamedTuple):
+    """Entries as they are sent, and what the sender must know of them."""
+
+    words: Tensor
+    values: Tensor
+    """As the receiver will read them; the tensor that was given if the value codec is exact."""
+
+    entries: EntryRange
+    """With the size of the indices, where senders tell it."""
 
 
 def num_words(entries: EntryRange, codec_name: CodecName, dtype: torch.dtype) -> int:
@@ -55,16 +70,58 @@ def num_words(entries: EntryRange, codec_name: CodecName, dtype: torch.dtype) ->
     return _layout(entries, codec_name, dtype).num_words(entries, dtype)
 
 
-def entry_bits(codec_name: CodecName, density: float) -> float:
-    """Bits on the wire of one float32 entry, when there are many at this density. For estimates.
+def max_words(entries: EntryRange, codec_name: CodecName, dtype: torch.dtype) -> int:
+    """The largest size in words that entries can have, as far as it is known before they are
+    encoded. The same on every rank."""
+    codec = CODECS[codec_name]
+    packed = codec.values.num_words(entries.count, dtype) + codec.indices.max_words(entries)
+    return min(packed, PLAIN.num_words(entries, dtype))
 
-    At density 1 everything travels plain.
+
+def entry_bits(codec_name: CodecName, density: float) -> float:
+    """Bits on the wire of one float32 entry, when many are spread evenly at this density.
+
+    For estimates: entries in clusters take fewer bits with codecs that adapt to them. At density 1
+    everything travels plain.
     """
     if density >= 1:
         codec_name = "plain"
-    count = 2**20
-    entries = EntryRange(count, 0, round(count / density))
-    return WORD_BITS * num_words(entries, codec_name, torch.float32) / count
+    codec, count = CODECS[codec_name], 2**20
+    value_bits = WORD_BITS * codec.values.num_words(count, torch.float32) / count
+    return min(value_bits + codec.indices.expected_bits(density), 2.0 * WORD_BITS)
+
+
+def is_sized_by_count(codec_name: CodecName) -> bool:
+    """Whether receivers can compute the size of a message from the number of its entries."""
+    return CODECS[codec_name].indices.is_sized_by_count
+
+
+def size_rounds(codec_name: CodecName) -> int:
+    """Rounds of headers that messages need whose counts are known before they are encoded."""
+    return 0 if is_sized_by_count(codec_name) else 1
+
+
+def sizes_to_tell(entries: EntryRange, codec_name: CodecName) -> list[int]:
+    """What the sender of some encoded entries tells the receiver ahead of the message.
+
+    The number of entries; then the size of their indices, unless it follows from that number.
+    """
+    if is_sized_by_count(codec_name):
+        return [entries.count]
+    assert entries.num_index_words is not None, entries
+    return [entries.count, entries.num_index_words]
+
+
+def told_ranges(
+    sizes: list[int], codec_name: CodecName, bounds: list[tuple[int, int]]
+) -> list[EntryRange]:
+    """The entries of several messages, from what `sizes_to_tell` gave for each and from the index
+    range that each lies in."""
+    num = 1 if is_sized_by_count(codec_name) else 2
+    rows = [sizes[start : start + num] for start in range(0, len(sizes), num)]
+    return [
+        EntryRange(row[0], lo, hi, *row[1:]) for row, (lo, hi) in zip(rows, bounds, strict=True)
+    ]
 
 
 def is_exact(codec_name: CodecName) -> bool:
@@ -72,24 +129,21 @@ def is_exact(codec_name: CodecName) -> bool:
     return CODECS[codec_name].values.is_exact
 
 
-def encode(
-    indices: Tensor, values: Tensor, entries: EntryRange, codec_name: CodecName, out: Tensor
-) -> Tensor:
-    """Write entries to `out`, which has `num_words` words. O(count).
-
-    Returns the values as the receiver will read them: the same tensor if the value codec is exact.
-    """
+def encode(indices: Tensor, values: Tensor, entries: EntryRange, codec_name: CodecName) -> Encoded:
+    """Write entries as words. O(count)."""
+    codec, plain_words = CODECS[codec_name], PLAIN.num_words(entries, values.dtype)
     if not entries.count:
-        return values
-    codec, layout = CODECS[codec_name], _layout(entries, codec_name, values.dtype)
+        return Encoded(indices.new_empty(0), values, _told(entries, codec, 0))
     words, decoded = codec.values.encode(values), values
     if not codec.values.is_exact:
         decoded = codec.values.decode(words, entries.count, values.dtype).to(values.dtype)
-    if layout is not codec:
-        words = layout.values.encode(decoded)  # rounded all the same, but not packed
-    out[: words.numel()] = words
-    layout.indices.encode(indices, entries, out[words.numel() :])
-    return decoded
+    index_words = codec.indices.encode(indices, entries)
+    if words.numel() + index_words.numel() < plain_words:
+        told = _told(entries, codec, index_words.numel())
+        return Encoded(torch.cat([words, index_words]), decoded, told)
+    # rounded all the same, but not packed
+    words, index_words = PLAIN.values.encode(decoded), PLAIN.indices.encode(indices, entries)
+    return Encoded(torch.cat([words, index_words]), decoded, _told(entries, codec, 0))
 
 
 def decode(
@@ -116,11 +170,20 @@ def allocate_entries(
     return indices, list(indices.split(counts)), values, list(values.split(counts))
 
 
+def _told(entries: EntryRange, codec: Codec, num_index_words: int) -> EntryRange:
+    """The entries with the size of their indices, if senders tell it."""
+    if codec.indices.is_sized_by_count:
+        return entries
+    return replace(entries, num_index_words=num_index_words)
+
+
 def _layout(entries: EntryRange, codec_name: CodecName, dtype: torch.dtype) -> Codec:
     """The codec that lays out the words: the plain one unless the other one needs fewer words.
 
     A few entries in a wide range are smaller unpacked. The receiver decides from the same sizes.
     """
     codec = CODECS[codec_name]
+    if not codec.indices.is_sized_by_count:
+        return codec if entries.num_index_words else PLAIN
     packs = codec.num_words(entries, dtype) < PLAIN.num_words(entries, dtype)
     return codec if packs else PLAIN

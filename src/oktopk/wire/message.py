@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from oktopk.wire import codec
-from oktopk.wire.codec import CodecName, EntryRange
+from oktopk.wire.codec import CodecName, Encoded, EntryRange
 
 
 class Message(NamedTuple):
@@ -33,19 +33,11 @@ def num_words(
 
 def write(
     indices: Tensor, values: Tensor, entries: EntryRange, codec_name: CodecName, dense_part: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Encode a message. O(count).
-
-    Returns its words, and the values of its entries as the receiver will read them.
-    """
-    num_entry_words = codec.num_words(entries, codec_name, values.dtype)
-    words = torch.empty(
-        num_words(entries, codec_name, values.dtype, dense_part.numel()),
-        dtype=torch.int32,
-        device=values.device,
-    )
-    words[num_entry_words:] = dense_part.contiguous().view(torch.int32)
-    return words, codec.encode(indices, values, entries, codec_name, words[:num_entry_words])
+) -> Encoded:
+    """Encode a message. O(count)."""
+    encoded = codec.encode(indices, values, entries, codec_name)
+    words = torch.cat([encoded.words, dense_part.contiguous().view(torch.int32)])
+    return encoded._replace(words=words)
 
 
 def read(

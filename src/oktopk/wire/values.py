@@ -12,7 +12,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from oktopk.wire.words import WORD_BYTES, as_words, words_per_value
+from oktopk import kernels
+from oktopk.wire.words import WORD_BYTES, as_words, words_for_bits, words_per_value
 
 BLOCK = 256  # 8-bit values that share one scale
 
@@ -104,5 +105,41 @@ class Int8Blocks:
         return steps * scales.unsqueeze(1).expand(-1, BLOCK).reshape(-1)[:count]
 
 
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A sign and one of a few levels for each value, in `num_bits` bits; levels by blocks of 128.
+
+    The levels follow from one or two numbers in bfloat16 for each block, which come first.
+    """
+
+    is_exact: ClassVar[bool] = False
+    num_bits: int
+
+    def num_words(self, count: int, dtype: torch.dtype) -> int:
+        return self._num_parameter_words(count) + words_for_bits(count * self.num_bits)
+
+    def encode(self, values: Tensor) -> Tensor:
+        count = values.numel()
+        words = torch.empty(
+            self.num_words(count, values.dtype), dtype=torch.int32, device=values.device
+        )
+        kernels.quantize(values.float(), self.num_bits, *self._split(words, count))
+        return words
+
+    def decode(self, words: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        values = torch.empty(count, device=words.device)
+        parameters, codes = self._split(words, count)
+        kernels.dequantize(parameters, codes, self.num_bits, values)
+        return values
+
+    def _num_parameter_words(self, count: int) -> int:
+        num_blocks = kernels.num_blocks(count, kernels.QUANTIZE_BLOCK)
+        return words_for_bits(16 * num_blocks * kernels.QUANTIZERS[self.num_bits].num_parameters)
+
+    def _split(self, words: Tensor, count: int) -> tuple[Tensor, ...]:
+        first = self._num_parameter_words(count)
+        return words.split([first, words.numel() - first])
+
+
 def _num_blocks(count: int) -> int:
-    return -(-count // BLOCK)
+    return kernels.num_blocks(count, BLOCK)

@@ -96,7 +96,8 @@ def attach(
             clip after the exchange, call `clip_grad_norm_` as always.
         policy: which parameters travel dense; biases, norms and tiny ones by default.
         scope: select the k largest entries of the whole `model`, or of every `bucket`.
-        wire: how entries travel: `plain`, `fp32`, `bf16`, `fp16` or `int8`.
+        wire: how entries travel: `plain`, `fp32`, `bf16`, `fp16`, `int8`, `int4`, `int2` or
+            `sign`; the fewer bits, the more rounding stays in the residual.
         group_numel: entries of consecutive buckets that are exchanged together (`oktopk`).
         exact_every: steps between exact thresholds over the whole model (`oktopk`).
         bounds_every: steps between updates of the region bounds (`oktopk`).

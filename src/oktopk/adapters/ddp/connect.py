@@ -14,7 +14,7 @@ from oktopk.comm.communicator import Comm
 from oktopk.methods.cost_model import Work
 from oktopk.methods.prediction import cheapest, probe_kernels, probe_link
 from oktopk.settings import Settings, num_kept
-from oktopk.wire.codec import entry_bits
+from oktopk.wire.codec import entry_bits, size_rounds
 
 log = logging.getLogger("oktopk")
 
@@ -41,7 +41,8 @@ def fastest_method(model: DistributedDataParallel, settings: Settings, comm: Com
     wide = any(p.dtype == torch.float64 for p in model.parameters())
     bits = 96.0 if wide else entry_bits(settings.wire, settings.density)
     kept, value_bytes = num_kept(numel, settings.density), 8 if wide else 4
-    times = cheapest(Work(numel, kept, comm.size, bits, value_bytes), link, speed)
+    rounds = 0 if wide else size_rounds(settings.wire)
+    times = cheapest(Work(numel, kept, comm.size, bits, value_bytes, rounds), link, speed)
     best = next(iter(times))
     if comm.rank == 0:
         predicted = ", ".join(f"{name} {1e3 * taken:.0f} ms" for name, taken in times.items())

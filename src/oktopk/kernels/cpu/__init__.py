@@ -9,6 +9,8 @@ from oktopk.kernels.cpu.magnitudes import (
     smallest_magnitude,
     trim,
 )
+from oktopk.kernels.cpu.quantization import dequantize, quantize
+from oktopk.kernels.cpu.rice import decode_rice, encode_rice
 from oktopk.kernels.cpu.second_moment import correct_second_moments_
 from oktopk.kernels.cpu.selection import accumulate_select, select, select_counted
 from oktopk.kernels.cpu.sums import add_at_, apply_result_, merge
@@ -24,10 +26,14 @@ __all__ = [
     "correct_second_moments_",
     "count_at_least",
     "decode_elias_fano",
+    "decode_rice",
+    "dequantize",
     "encode_elias_fano",
+    "encode_rice",
     "finite_and_smallest",
     "kth_magnitude",
     "merge",
+    "quantize",
     "select",
     "select_counted",
     "smallest_magnitude",

@@ -1,6 +1,7 @@
 """The kernels for GPUs in Triton; with TRITON_INTERPRET=1 they run on CPU tensors as well.
 
-Where a kernel of our own would be no faster, the one in plain torch is used.
+Where a kernel of our own would be no faster, the one in plain torch is used. Rice codes
+and low-bit values have no kernels in Triton yet: they too run in plain torch.
 """
 
 from oktopk.kernels.cuda.elias_fano import decode_elias_fano, encode_elias_fano
@@ -16,7 +17,11 @@ from oktopk.kernels.reference import (
     all_finite,
     correct_second_moments_,
     count_at_least,
+    decode_rice,
+    dequantize,
+    encode_rice,
     finite_and_smallest,
+    quantize,
     smallest_magnitude,
     trim,
 )
@@ -32,10 +37,14 @@ __all__ = [
     "correct_second_moments_",
     "count_at_least",
     "decode_elias_fano",
+    "decode_rice",
+    "dequantize",
     "encode_elias_fano",
+    "encode_rice",
     "finite_and_smallest",
     "kth_magnitude",
     "merge",
+    "quantize",
     "select",
     "select_counted",
     "smallest_magnitude",

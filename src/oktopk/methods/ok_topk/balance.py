@@ -9,19 +9,20 @@ balancing.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from oktopk.comm.communicator import Comm
 from oktopk.sparse import Sparse
-from oktopk.wire import message
 from oktopk.wire.codec import (
     CodecName,
     EntryRange,
     allocate_entries,
     decode,
+    encode,
+    is_sized_by_count,
     num_words,
     words_per_value,
 )
@@ -133,8 +134,9 @@ def gather(
     """
     dtype, rank = kept.values.dtype, comm.rank
     ranges = _pieces(counts, bounds, surplus_moves(counts) if balanced else [])
-    own = [(key, piece_range) for key, piece_range in ranges.items() if key[0] == rank]
-    words, decoded = _encoded(kept, own, codec)
+    own = {key: piece_range for key, piece_range in ranges.items() if key[0] == rank}
+    words, decoded, own = _encoded(kept, own, codec)
+    ranges = _with_told_sizes(ranges, own, comm, dense_share.device, codec)
     if balanced:
         surplus = {target: piece for (_, target), piece in words.items() if target != rank}
         sizes = {
@@ -179,17 +181,41 @@ def _pieces(
 
 
 def _encoded(
-    kept: Sparse, own: list[tuple[Piece, EntryRange]], codec: CodecName
-) -> tuple[dict[Piece, Tensor], Tensor]:
-    """This rank's pieces as words, and all its values as the receivers will decode them."""
-    counts = [piece_range.count for _, piece_range in own]
-    words, decoded = {}, []
+    kept: Sparse, own: dict[Piece, EntryRange], codec: CodecName
+) -> tuple[dict[Piece, Tensor], Tensor, dict[Piece, EntryRange]]:
+    """This rank's pieces: as words, values as the receivers decode them, and what they are told."""
+    counts = [piece_range.count for piece_range in own.values()]
+    words, decoded, told = {}, [], {}
     for (key, piece_range), indices, values in zip(
-        own, kept.indices.split(counts), kept.values.split(counts), strict=True
+        own.items(), kept.indices.split(counts), kept.values.split(counts), strict=True
     ):
-        words[key], part = message.write(indices, values, piece_range, codec, values[:0])
+        words[key], part, told[key] = encode(indices, values, piece_range, codec)
         decoded.append(part)
-    return words, torch.cat(decoded)
+    return words, torch.cat(decoded), told
+
+
+def _with_told_sizes(
+    ranges: dict[Piece, EntryRange],
+    own: dict[Piece, EntryRange],
+    comm: Comm,
+    device: torch.device,
+    codec: CodecName,
+) -> dict[Piece, EntryRange]:
+    """All pieces with the sizes of their indices: one more header, unless counts tell the sizes.
+
+    Every rank sends as many sizes as the rank with the most pieces.
+    """
+    if is_sized_by_count(codec):
+        return ranges
+    pieces_of = [[key for key in ranges if key[0] == rank] for rank in range(comm.size)]
+    most = max(len(pieces) for pieces in pieces_of)
+    sizes = [piece_range.num_index_words or 0 for piece_range in own.values()]
+    told = comm.all_gather_sizes(sizes + [0] * (most - len(sizes)), device, stage="sizes")
+    return ranges | {
+        key: replace(ranges[key], num_index_words=told[rank * most + number])
+        for rank, pieces in enumerate(pieces_of)
+        for number, key in enumerate(pieces)
+    }
 
 
 def _read_blocks(

@@ -80,7 +80,7 @@ def cost(work: Work) -> Cost:
     """k entries to the owners of their regions, then k sums to everyone."""
     share = (work.size - 1) / work.size
     return Cost(
-        rounds=4,
+        rounds=4 + work.size_rounds,
         bytes=2 * share * work.kept * work.entry_bytes,
         elements=work.numel,
         entries=4 * work.kept,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from oktopk.methods.base import Average, count_senders
 from oktopk.sparse import Sparse
 from oktopk.utils.device import to_device, to_host
 from oktopk.wire import message
-from oktopk.wire.codec import CodecName, EntryRange, is_exact
+from oktopk.wire.codec import CodecName, EntryRange, is_exact, sizes_to_tell, told_ranges
 
 
 def equal_bounds(numel: int, size: int) -> list[int]:
@@ -82,18 +83,21 @@ def split_reduce(
     """
     dtype, rank = local.values.dtype, comm.rank
     splits = _num_per_region(local, bounds)
-    num_incoming = comm.all_to_all_sizes(splits, local.values.device, stage="split")
     shares = equal_shares(dense_part, comm.size)
     outgoing: dict[int, Tensor] = {}
     decoded = list(local.values.split(splits))  # entries of the own region are not encoded
     indices = local.indices.split(splits)
+    regions = [EntryRange(num, *ends) for num, ends in zip(splits, pairwise(bounds), strict=True)]
     for peer in comm.peers:
-        entry_range = EntryRange(splits[peer], bounds[peer], bounds[peer + 1])
-        outgoing[peer], decoded[peer] = message.write(
-            indices[peer], decoded[peer], entry_range, codec, shares[peer]
+        outgoing[peer], decoded[peer], regions[peer] = message.write(
+            indices[peer], decoded[peer], regions[peer], codec, shares[peer]
         )
     lo, hi = bounds[rank], bounds[rank + 1]
-    ranges = [EntryRange(count, lo, hi) for count in num_incoming]
+    regions[rank] = EntryRange(splits[rank], lo, hi, num_index_words=0)  # nothing is sent
+    told = [size for region in regions for size in sizes_to_tell(region, codec)]
+    told = comm.all_to_all_sizes(told, local.values.device, stage="split")
+    ranges = told_ranges(told, codec, [(lo, hi)] * comm.size)
+    num_incoming = [entries.count for entries in ranges]
     sizes = {
         peer: message.num_words(ranges[peer], codec, dtype, shares.shape[1]) for peer in comm.peers
     }

@@ -104,10 +104,21 @@ def test_validation_has_the_same_numbers_on_any_number_of_ranks(worlds, corpus, 
     assert wer == [wer[0]] * 3
 
 
-@pytest.mark.parametrize("breaks_at", [3, 4, 5])
-def test_a_resumed_run_has_the_same_bits(worlds, corpus, tmp_path, breaks_at):
+@pytest.mark.parametrize(
+    ("method", "breaks_at"),
+    [("oktopk", 3), ("oktopk", 4), ("oktopk", 5), ("local_steps", 3), ("local_steps", 4)],
+)
+def test_a_resumed_run_has_the_same_bits(worlds, corpus, tmp_path, method, breaks_at):
     """Broken off in the middle of an epoch, at its end and after: as if it never stopped."""
-    settings = {"epochs": 2, "checkpoint_every": 2, "accumulate": 2, "batch": 1, "lr_final": 0.1}
+    settings = {
+        "method": method,
+        "every": 3,
+        "epochs": 2,
+        "checkpoint_every": 2,
+        "accumulate": 2,
+        "batch": 1,
+        "lr_final": 0.1,
+    }
     whole = worlds.run(2, speech.train, corpus, str(tmp_path / "whole"), settings, False)
     broken = str(tmp_path / "broken")
     worlds.run(2, speech.train, corpus, broken, settings, False, {"breaks_at": breaks_at})

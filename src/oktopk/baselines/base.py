@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -78,31 +78,36 @@ class Baseline(ABC):
 
     def finish_step(self) -> StepStats:
         """Count the step, after `optimizer.step()`. Returns what it sent."""
-        size, sent = self.options.world_size, self.bytes_sent(self.step)
-        stats = StepStats(
-            step=self.step,
-            phase="dense",
-            numel=self.numel,
-            k=self.numel,
-            local=self.numel,
-            result=self.numel,
-            local_threshold=0.0,
-            global_threshold=0.0,
-            imbalance=1.0,
-            bytes_sent=sent,
-            bytes_header=0,
-            bytes_received=sent,
-            bytes_dense=dense_allreduce(4 * self.numel, size).sent,
-            entries_sent=0,
-            messages=0,
-            skipped=False,
-            select=0.0,
-            exchange=0.0,
-            scatter=0.0,
-            exposed=sum(self.waits.values()),
-        )
+        sent = self.bytes_sent(self.step)
+        stats = dense_stats(self.step, self.numel, self.options.world_size, sent)
         self.step += 1
-        return stats
+        return replace(stats, exposed=sum(self.waits.values()))
+
+
+def dense_stats(step: int, numel: int, world_size: int, bytes_sent: int) -> StepStats:
+    """What a step did that selected nothing."""
+    return StepStats(
+        step=step,
+        phase="dense",
+        numel=numel,
+        k=numel,
+        local=numel,
+        result=numel,
+        local_threshold=0.0,
+        global_threshold=0.0,
+        imbalance=1.0,
+        bytes_sent=bytes_sent,
+        bytes_header=0,
+        bytes_received=bytes_sent,
+        bytes_dense=dense_allreduce(4 * numel, world_size).sent,
+        entries_sent=0,
+        messages=0,
+        skipped=False,
+        select=0.0,
+        exchange=0.0,
+        scatter=0.0,
+        exposed=0.0,
+    )
 
 
 class BackwardWait:

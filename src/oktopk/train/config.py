@@ -42,6 +42,9 @@ SHIPPED = Path(__file__).parent / "configs"
 MOST_BYTES = 2**20
 """Largest size of a config file."""
 
+LOCAL_STEPS = "local_steps"
+"""The method that exchanges weight changes every few steps (`oktopk.local_steps`)."""
+
 RENAMED = {
     "remedies": "preset",
     "advance": "overshoot in overrides",
@@ -103,10 +106,13 @@ class Config:
         "how the workers exchange what they learn",
         *METHODS,
         "auto",
+        LOCAL_STEPS,
         *BASELINE_NAMES,
         fixed=True,
     )
-    every: int = option(32, "steps between exchanges of diloco and post_local_sgd")
+    every: int = option(
+        32, "steps between exchanges of local_steps, diloco and post_local_sgd", fixed=True
+    )
     density: float = option(0.02, "fraction of the gradient that is kept")
     wire: str = option("bf16", "how entries are encoded", *get_args(CodecName))
     warmup_steps: int = option(128, "dense steps before the sparse phase")

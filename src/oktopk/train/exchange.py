@@ -1,13 +1,14 @@
 """`Exchange`: what the training loop needs of the way in which ranks exchange what they learn.
 
-`Attached` is `oktopk.attach` on a DDP model; `BaselineExchange` is one of the baselines.
+`Attached` is `oktopk.attach` on a DDP model, `LocalStepsExchange` is `oktopk.local_steps` on the
+bare model, and `BaselineExchange` is one of the baselines.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
-from dataclasses import asdict
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
 from inspect import signature
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch.optim import Optimizer
 
 import oktopk
 from oktopk.adapters.ddp.handle import Handle
-from oktopk.baselines.base import BaselineOptions
+from oktopk.adapters.local_steps.handle import LocalSteps
+from oktopk.baselines.base import BaselineOptions, dense_stats
 from oktopk.baselines.table import BASELINES
 from oktopk.stats import StepStats
-from oktopk.train.config import Config
+from oktopk.train.config import LOCAL_STEPS, Config
 from oktopk.train.preset_options import preset_options
 
 # Each rank keeps the batch-norm statistics of its own batches, and validation averages them.
@@ -39,7 +41,10 @@ class Exchange(ABC):
 
     optimizer: Optimizer
     handle: Handle | None = None
-    """Of `oktopk.attach`; None for a baseline."""
+    """Of `oktopk.attach`; None for any other exchange."""
+
+    shares_optimizer = True
+    """Whether the optimizer's state is the same on all ranks."""
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[object]:
@@ -86,6 +91,10 @@ class Exchange(ABC):
     def state_dict(self) -> State | None:
         """What a bit-exact resume needs; None if the exchange cannot be resumed."""
         return None
+
+    def load_state_dict(self, state: State | list[State]) -> None:
+        """Take over a state, or the states of all ranks of another world size."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be resumed")
 
     def close(self) -> None:  # noqa: B027 - a baseline has nothing to close
         """End the exchange."""
@@ -135,8 +144,78 @@ class Attached(Exchange):
     def state_dict(self) -> State | None:
         return self._handle.state_dict()
 
+    def load_state_dict(self, state: State | list[State]) -> None:
+        self._handle.load_state_dict(state)
+
     def close(self) -> None:
         self._handle.close()
+
+
+class LocalStepsExchange(Exchange):
+    """`oktopk.local_steps` on the bare model: the exchange happens in `optimizer.step()`."""
+
+    shares_optimizer = False
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, handle: LocalSteps) -> None:
+        self.module, self.optimizer, self._outer = model, optimizer, handle
+        self._numel = sum(p.numel() for p in model.parameters())
+        self._rounds = self._step = 0
+        self._last: StepStats | None = None
+        """Of the exchange in the last step; None if there was none."""
+
+    def no_sync(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def after_backward(self) -> bool:
+        return False
+
+    def finish_step(self) -> StepStats:
+        exchanged = self._outer.step != self._rounds
+        self._last = self._outer.stats if exchanged else None
+        self._rounds = self._outer.step
+        if self._last is None:
+            stats = no_exchange(self._step, self._numel, self._outer.comm.size)
+        else:
+            stats = replace(self._last, step=self._step)
+        self._step += 1
+        return stats
+
+    @property
+    def waits(self) -> dict[str, float]:
+        return {"optimizer": self._last.exposed} if self._last is not None else {}
+
+    @property
+    def weights_agree(self) -> bool:
+        return self._outer.local_steps == 0
+
+    @property
+    def settings(self) -> State:
+        own = {"method": LOCAL_STEPS, "every": self._outer.driver.options.every}
+        return asdict(self._outer.settings) | own
+
+    @property
+    def residuals(self) -> dict[str, Tensor]:
+        return self._outer.residuals
+
+    @property
+    def message_sizes(self) -> dict[str, dict[int, int]]:
+        return {stage: dict(sizes) for stage, sizes in self._outer.comm.ledger.sizes.items()}
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._outer.failure
+
+    def state_dict(self) -> State | None:
+        return {"outer": self._outer.state_dict(), "step": self._step}
+
+    def load_state_dict(self, state: State | list[State]) -> None:
+        states = state if isinstance(state, list) else [state]
+        outer = [one["outer"] for one in states]
+        self._outer.load_state_dict(outer if isinstance(state, list) else outer[0])
+        self._step, self._rounds = states[0]["step"], self._outer.step
+
+    def close(self) -> None:
+        self._outer.close()
 
 
 class BaselineExchange(Exchange):
@@ -190,11 +269,26 @@ def make_exchange(
             ddp_arguments=arguments,
         )
         return BaselineExchange(config.method, model, optimizer, options)
+    if config.method == LOCAL_STEPS:
+        outer = oktopk.local_steps(
+            model,
+            optimizer,
+            every=config.every,
+            density=config.density,
+            wire=config.wire,  # pyright: ignore[reportArgumentType] - checked by the config
+            timeout=config.timeout,
+        )
+        return LocalStepsExchange(model, optimizer, outer)
     ddp = DistributedDataParallel(model, **arguments)
     handle = oktopk.attach(
         ddp, optimizer=optimizer, total_steps=total_steps, **exchange_options(config)
     )
     return Attached(ddp, optimizer, handle)
+
+
+def no_exchange(step: int, numel: int, world_size: int) -> StepStats:
+    """What a step between two exchanges did: it sent nothing."""
+    return replace(dense_stats(step, numel, world_size, 0), phase="sparse", k=0, local=0, result=0)
 
 
 def exchange_options(config: Config) -> dict[str, Any]:

@@ -69,6 +69,8 @@ class RankState(msgspec.Struct, frozen=True):
     totals: Annotated[list[Sums], Meta(min_length=2, max_length=2)]
     skipped_in_a_row: Count
     cuda_random: Tensor | None = None
+    optimizer: dict[str, Any] | None = None
+    """Where every rank has a state of its own; else it is in `common.pt`."""
 
 
 def save(run: Run, recorder: Recorder, directory: Path) -> None:
@@ -88,6 +90,8 @@ def save(run: Run, recorder: Recorder, directory: Path) -> None:
         "totals": run.totals.state(),
         "skipped_in_a_row": run.skipped_in_a_row,
     }
+    if not run.exchange.shares_optimizer:
+        own["optimizer"] = run.optimizer.state_dict()
     if run.device.type == "cuda":
         own["cuda_random"] = torch.cuda.get_rng_state(run.device)
     contents: dict[str, Any] = {checkpoint.rank_file(run.comm.rank): own}
@@ -125,10 +129,10 @@ def restore(run: Run, path: Path, given: Collection[str]) -> int:
     with _as_checkpoint_error(path):
         run.model.load_state_dict(common.model)
         run.model.load_state_dict(mine.buffers, strict=False)
-        run.optimizer.load_state_dict(common.optimizer)
-        handle = run.exchange.handle
-        assert handle is not None, "a baseline has no checkpoints"
-        handle.load_state_dict(mine.handle if same_size else [state.handle for state in states])
+        run.optimizer.load_state_dict(mine.optimizer or common.optimizer)
+        run.exchange.load_state_dict(
+            mine.handle if same_size else [state.handle for state in states]
+        )
         torch.set_rng_state(mine.random)
         if run.device.type == "cuda" and mine.cuda_random is not None:
             torch.cuda.set_rng_state(mine.cuda_random, run.device)

@@ -27,7 +27,7 @@ from oktopk.runlog.run_directory import (
 )
 from oktopk.train import checkpoint
 from oktopk.train.all_or_raise import all_or_raise, shared_settings
-from oktopk.train.config import Config, to_toml
+from oktopk.train.config import LOCAL_STEPS, Config, to_toml
 from oktopk.train.console import LineHandler, print_line
 from oktopk.train.loop import train
 from oktopk.train.recorder import Recorder
@@ -193,6 +193,8 @@ def _phases(run: Run) -> str:
     method = run.exchange.settings["method"]
     if method in BASELINE_NAMES:
         return f"exchanged by {method}"
+    if method == LOCAL_STEPS:
+        return f"{method} exchanged every {config.every} at density {config.density:g}"
     if method == "dense" or dense == run.total_steps:
         return "all of them dense"
     ramp = f"{config.ramp_steps} from 25 % down, " if config.ramp_steps else ""

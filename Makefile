@@ -1,8 +1,8 @@
-# make train: a virtual environment, a spoken corpus, 4 workers with Ok-Topk on a small model.
+# make train: a virtual environment, then a race: the same GPT, 4 workers on a network of 100 Mbit/s, trained by DDP and by oktopk.
 # make test: a virtual environment, then lint, types and tests.
 # make torture: an hour of killed processes, cut links, full disks and odd inputs (docs/torture.md).
 # make docs: a virtual environment, then the documentation site in site/.
-# Nothing else is needed beforehand. ARGS="--epochs 3" goes to oktopk train.
+# Nothing else is needed beforehand. ARGS="--network 50mbit --name slower" goes to oktopk compare.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ ARGS ?=
 .PHONY: train test lint types pytest test-slow torture bench-selection docs clean
 
 train: $(VENV)/.train
-	$(BIN)/oktopk train $(ARGS)
+	$(BIN)/oktopk compare --config race --methods local_steps,oktopk,ddp_dense --name race $(ARGS)
 
 test: lint types pytest
 

@@ -29,7 +29,8 @@ over_methods = pytest.mark.parametrize("method", METHODS)
 # ranks, and threads of each; in `make test` several threads at 1 and 3 ranks only
 ALWAYS = [*((P, 1) for P in SIZES), (1, 2), (1, 4), (3, 2), (3, 4), (3, MIXED)]
 SLOW = [(P, num) for P in SIZES for num in (2, 4, MIXED) if (P, num) not in [*ALWAYS, (1, MIXED)]]
-FEW = [(1, 1), (2, 1), (3, 1), (4, 1), (3, 4)]
+FEW, MORE = [(1, 1), (2, 1), (3, 4)], [(3, 1), (4, 1)]
+"""Of the other adapters, in `make test` and in `make test-slow`."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def cases(several_only: bool = False):
     always = [("flat", *case) for case in ALWAYS]
     always += [(name, *case) for name in ADAPTERS if name != "flat" for case in FEW]
     slow = [("flat", *case) for case in SLOW]
+    slow += [(name, *case) for name in ADAPTERS if name != "flat" for case in MORE]
     every = [*always, *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]
     if several_only:
         every = [

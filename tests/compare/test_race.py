@@ -1,0 +1,100 @@
+"""Races: when a run reached the target, how much sooner than the reference, and the verdict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import runlogs
+from oktopk.compare.command import write_tables
+from oktopk.compare.page import where_time_went
+from oktopk.compare.progress import RunProgress
+from oktopk.compare.results import arrival, row
+from oktopk.compare.verdict import verdict
+from oktopk.runlog.reader import read_runlog
+from oktopk.train.config import make_config
+from oktopk.train.target import Target
+from oktopk.train.tasks.base import Metric
+
+TARGET = Target(Metric("wer", "WER"), 0.5)
+
+
+def store(folder: Path, method: str, wer: float, seconds: float, network: str = "") -> Path:
+    """A run of two validations, after step 4 and step 8, which took so many seconds each."""
+    entries = runlogs.whole_run(wer=wer)
+    for entry in entries:
+        if entry["kind"] == "validation":
+            entry["seconds"] = seconds * (entry["step"] + 1) / 4
+        if entry["kind"] == "run":
+            entry["network"] = network or None
+    name = method if method == "ddp_dense" else f"{method}-0.02"
+    return runlogs.write(folder / name, entries, make_config(name=name, method=method))
+
+
+def test_a_run_arrives_with_its_first_validation_that_is_good_enough(tmp_path):
+    fast, slow = (
+        read_runlog(store(tmp_path, m, w, 10.0)) for m, w in (("oktopk", 0.2), ("topka", 0.5))
+    )
+    assert arrival(fast, TARGET).seconds == 10.0 and arrival(fast, TARGET).steps == 4
+    assert arrival(slow, TARGET).seconds == 20.0 and arrival(slow, TARGET).steps == 8
+    assert arrival(fast, TARGET).bytes_sent == 440  # 2 dense steps of 100 and 2 of 10, 2 ranks
+    assert arrival(slow, Target(Metric("wer"), 0.4)) is None
+    assert row(slow).arrival is None  # without a target
+
+
+def test_the_table_says_how_much_sooner_than_ddp(tmp_path):
+    store(tmp_path, "ddp_dense", 0.5, 30.0, "100mbit")
+    store(tmp_path, "oktopk", 0.25, 10.0, "100mbit")
+    store(tmp_path, "topka", 0.9, 10.0, "100mbit")
+    said = write_tables(tmp_path, "wer", TARGET)
+    rows = {one["setting"]: one for one in json.loads((tmp_path / "table.json").read_text())}
+    assert rows["oktopk-0.02"]["speedup"] == pytest.approx(6)
+    assert rows["topka-0.02"]["arrival"] is None and rows["topka-0.02"]["speedup"] is None
+    assert list(rows) == ["ddp_dense", "oktopk-0.02", "topka-0.02"]
+    assert (
+        "oktopk-0.02 reached WER <= 0.5 at 100mbit first, after 0:10 of training and 440 B; "
+        "ddp_dense took 1:00 and 520 B: 6.0 times sooner, with 1.2 times fewer bytes."
+    ) in said
+    assert "| oktopk-0.02 |      0:10 |      6.0 |" in (tmp_path / "table.md").read_text()
+    page = (tmp_path / "compare.html").read_text()
+    assert "reached WER &lt;= 0.5 at 100mbit first" in page and "target: WER" in page
+
+
+def verdict_of(tmp_path, *runs: tuple[str, float, float]) -> str:
+    runlogs_ = [read_runlog(store(tmp_path, *run)) for run in runs]
+    return verdict(runlogs_, [row(one, TARGET) for one in runlogs_], TARGET)
+
+
+def test_a_reference_that_did_not_arrive_is_said(tmp_path):
+    said = verdict_of(tmp_path, ("ddp_dense", 0.9, 30.0), ("oktopk", 0.2, 5.0))
+    assert said == (
+        "oktopk-0.02 reached WER <= 0.5 first, after 0:05 of training and 440 B; ddp_dense did not "
+        "reach it in 0:01 and 520 B."
+    )
+
+
+def test_nobody_arrived_and_the_reference_won(tmp_path):
+    said = verdict_of(tmp_path, ("ddp_dense", 0.9, 3.0), ("oktopk", 0.9, 5.0))
+    assert said == "No run reached WER <= 0.5."
+    said = verdict_of(tmp_path / "b", ("ddp_dense", 0.2, 3.0), ("oktopk", 0.2, 5.0))
+    assert said.startswith("ddp_dense reached WER <= 0.5 first") and "sooner" not in said
+    assert verdict([], [], TARGET) == "" and verdict([], [], None) == ""
+
+
+def test_where_the_time_went_adds_up(tmp_path):
+    (figure,) = where_time_went([read_runlog(store(tmp_path, "oktopk", 0.5, 1.0))])
+    assert [trace["name"] for trace in figure.traces][3] == "waiting for the exchange"
+    total = sum(trace["x"][0] for trace in figure.traces)
+    assert total == pytest.approx(8 * sum(runlogs.SECONDS.values()))
+
+
+def test_progress_says_how_far_a_run_is_and_how_long_it_may_take():
+    config = make_config(name="a", until="wer<0.1", max_minutes=0.01)
+    progress = RunProgress("1/2 a", config, 1)
+    assert progress.line() == "1/2 a: starting"
+    assert progress(runlogs.records(runlogs.whole_run(wer=0.5)[:7])) is False
+    assert progress.line() == (
+        "1/2 a: step 4 of 8, WER 1.000, 0:00 of training, at most 0:00 left, 1 more runs after it"
+    )

@@ -96,5 +96,5 @@ def test_progress_says_how_far_a_run_is_and_how_long_it_may_take():
     assert progress.line() == "1/2 a: starting"
     assert progress(runlogs.records(runlogs.whole_run(wer=0.5)[:7])) is False
     assert progress.line() == (
-        "1/2 a: step 4 of 8, WER 1.000, 0:00 of training, at most 0:00 left, 1 more runs after it"
+        "1/2 a: step 4 of 8, WER 1.000, 0:00 of training, at most 0:00 left, 1 more to train"
     )

@@ -44,16 +44,16 @@ def test_the_handlers_are_restored_after_the_block(raising):
 def test_a_rank_stops_only_once_all_ranks_know(raising):
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
-        stop.raise_if_agreed(3)  # the others would wait for this rank in the next step
+        stop.raise_if_agreed(3, saved=False)  # the others would wait for this rank in the next step
         stop.share(any_rank=True)
         with pytest.raises(StoppedError, match="stopped and saved at step 4"):
-            stop.raise_if_agreed(4)
+            stop.raise_if_agreed(4, saved=True)
 
 
 def test_a_rank_without_a_signal_stops_with_the_others():
     stop = StopRequest()
     stop.share(any_rank=False)
-    stop.raise_if_agreed(1)
+    stop.raise_if_agreed(1, saved=True)
     stop.share(any_rank=True)
     stop.share(any_rank=False)  # a later exchange does not take it back
     assert stop.agreed and not stop.requested

@@ -17,6 +17,7 @@ from torch.optim import SGD, Optimizer
 
 from oktopk.baselines.base import Baseline, BaselineOptions
 from oktopk.baselines.hooks import dense_bytes
+from oktopk.comm.broadcast import broadcast_
 from oktopk.comm.communicator import Comm
 from oktopk.comm.torch_transport import TorchTransport
 
@@ -41,10 +42,7 @@ class DiLoCo(Baseline):
     @torch.no_grad()
     def _start_alike(self) -> None:
         """Give every rank the weights and buffers of rank 0, as DDP does."""
-        module = self.module
-        for tensor in (*module.parameters(), *module.buffers()):
-            own = tensor if self._comm.rank == 0 else torch.zeros_like(tensor)
-            tensor.copy_(self._comm.all_reduce_(own.contiguous().clone(), stage="start"))
+        broadcast_([*self.module.parameters(), *self.module.buffers()], self._comm, stage="start")
 
     @torch.no_grad()
     def _after_step(self, *_: object) -> None:

@@ -19,6 +19,7 @@ from oktopk.baselines.base import BackwardWait, Baseline, BaselineOptions, Shape
 from oktopk.comm.ledger import dense_allreduce
 
 MIN_COMPRESSION = 2  # PowerSGD's own default: it compresses what becomes at least this much smaller
+ONE_BUCKET = 2**20  # MB
 FIRST_POWERSGD_STEP = 2  # the earliest that it accepts: DDP rebuilds its buckets after the first
 
 Register = Callable[[DistributedDataParallel, int], None]
@@ -35,6 +36,9 @@ class Hook:
     bytes_sent: BytesSent
     has_warmup: bool = False
     """Whether it starts with dense steps."""
+
+    one_bucket: bool = False
+    """Whether it needs all gradients in one bucket of DDP."""
 
 
 def dense_bytes(itemsize: int) -> BytesSent:
@@ -78,7 +82,9 @@ def _powersgd(rank: int) -> Hook:
             total += factors if compressed else numel
         return dense_allreduce(4 * total, size).sent
 
-    return Hook(register, bytes_sent, has_warmup=True)
+    # It starts collectives when others end, on threads of gloo. With several buckets the ranks may
+    # start them in different orders, which ends in gloo's `EnforceNotMet`.
+    return Hook(register, bytes_sent, has_warmup=True, one_bucket=True)
 
 
 HOOKS: dict[str, Hook] = {
@@ -100,7 +106,8 @@ class HookBaseline(Baseline):
         self._warmup = max(FIRST_POWERSGD_STEP, options.warmup_steps) if hook.has_warmup else 0
         self._dense = dense_bytes(4)
         self.optimizer = optimizer
-        self.module = DistributedDataParallel(model, **options.ddp_arguments)
+        buckets: dict[str, Any] = {"bucket_cap_mb": ONE_BUCKET} if hook.one_bucket else {}
+        self.module = DistributedDataParallel(model, **options.ddp_arguments | buckets)
         hook.register(self.module, options.warmup_steps)
         self._wait = BackwardWait(model)
 

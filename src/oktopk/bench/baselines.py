@@ -10,13 +10,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.adapters.ddp.attach import attach
 from oktopk.adapters.ddp.handle import Handle
-from oktopk.baselines.hooks import HOOKS, BytesSent, Hook, dense_bytes, without_state
+from oktopk.baselines.hooks import (
+    HOOKS,
+    ONE_BUCKET,
+    BytesSent,
+    Hook,
+    dense_bytes,
+    without_state,
+)
 from oktopk.bench.shapes import Shapes
 from oktopk.methods import METHODS
 from oktopk.wire.codec import CodecName
 
 NOOP, DENSE = "noop", "ddp_dense"
-ONE_BUCKET = 2**20  # MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,7 @@ def _no_bytes(_: Shapes, __: int) -> int:
     return 0
 
 
-def _hook(hook: Hook, *, bucket_mb: float | None = None, settling_steps: int = 2) -> BenchCase:
+def _hook(hook: Hook, *, settling_steps: int = 2) -> BenchCase:
     """Measure a communication hook of PyTorch, without dense steps at the start."""
 
     def attach_hook(model: DistributedDataParallel, _: BenchSettings) -> None:
@@ -59,7 +65,7 @@ def _hook(hook: Hook, *, bucket_mb: float | None = None, settling_steps: int = 2
     return BenchCase(
         attach=attach_hook,
         bytes_sent=hook.bytes_sent,
-        bucket_mb=bucket_mb,
+        bucket_mb=ONE_BUCKET if hook.one_bucket else None,
         settling_steps=settling_steps,
     )
 
@@ -83,9 +89,8 @@ CASES: dict[str, BenchCase] = {
     NOOP: _hook(NOOP_HOOK),
     DENSE: _hook(HOOKS[DENSE]),
     "ddp_fp16": _hook(HOOKS["ddp_fp16"]),
-    # in one bucket, where its orthogonalization is called least often
     **{
-        name: _hook(HOOKS[name], bucket_mb=ONE_BUCKET, settling_steps=4)
+        name: _hook(HOOKS[name], settling_steps=4)
         for name in ("ddp_powersgd_r1", "ddp_powersgd_r4")
     },
     **{name: _method(name) for name in METHODS},

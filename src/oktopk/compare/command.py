@@ -23,7 +23,8 @@ from oktopk.compare.plan import (
 )
 from oktopk.compare.progress import RunProgress
 from oktopk.compare.results import Row, as_plain, as_table, compared, result_line, row
-from oktopk.compare.verdict import verdict
+from oktopk.compare.verdict import REFERENCES, reference_of, verdict
+from oktopk.launch import network
 from oktopk.report.texttable import markdown
 from oktopk.runlog.reader import RunLog, read_runlog
 from oktopk.runlog.run_directory import METRICS_FILE, lock
@@ -47,13 +48,14 @@ from oktopk.utils.signals import raise_on_signals
 NAME = "compare"
 # flags that take a list, and the flag of `oktopk train` that takes one value
 LISTS = {"methods": "method", "densities": "density", "seeds": "seed"}
-REFERENCES = ("ddp_dense", "dense")
-"""Methods that the others are compared with: the first that has a run."""
 
 
 def add_flags(parser: argparse.ArgumentParser, task: str) -> None:
     """The flags of `oktopk compare`, and all those of `oktopk train`."""
-    parser.add_argument("--methods", help="comma-separated (default: dense and the config's)")
+    parser.add_argument(
+        "--methods",
+        help="comma-separated (default: dense and the config's); local_steps:5 exchanges every 5",
+    )
     parser.add_argument("--densities", help="comma-separated (default: the config's)")
     parser.add_argument("--seeds", help="comma-separated (default: the config's)")
     parser.add_argument("--metric", help="what the figures show (default: the task's first)")
@@ -116,13 +118,15 @@ def compare(
     folder = Path(base.runs)
     refuse_others(folder, base)
     refuse_files(wanted)
+    if base.network and not network.is_permitted():
+        sys.stderr.write(f"{network.fallback(base.network)}\n")
     failed, table = [], ""
     for number, run in enumerate(wanted, 1):
         place = f"{number}/{len(wanted)} {run.name}"
         try:
-            with RunProgress(place, run, len(wanted) - number) as progress:
-                if not train(config, run, place, target, progress):
-                    failed.append(run.name)
+            progress = RunProgress(place, run, len(wanted) - number)
+            if not train(config, run, place, target, progress):
+                failed.append(run.name)
         finally:  # also when the comparison is interrupted
             table = write_tables(folder, metric, target)
     print_line(f"\n{table}")
@@ -171,14 +175,10 @@ def write_tables(folder: Path, metric: str, target: Target | None) -> str:
 def _rows(runlogs: list[RunLog], metric: str, target: Target | None) -> list[Row]:
     """The rows of the runs, each beside the reference run with the same seed."""
     rows = [row(runlog, target) for runlog in runlogs]
-    references: dict[int | None, Row] = {}
-    for method in reversed(REFERENCES):  # the preferred one last, so that it remains
-        for runlog, own in zip(runlogs, rows, strict=True):
-            if runlog.config.get("method") == method:
-                references[runlog.config.get("seed")] = own
+    found = [reference_of(runlogs, runlog) for runlog in runlogs]
     return [
-        compared(own, references.get(runlog.config.get("seed")), metric)
-        for runlog, own in zip(runlogs, rows, strict=True)
+        compared(own, None if i is None else rows[i], metric)
+        for own, i in zip(rows, found, strict=True)
     ]
 
 

@@ -7,15 +7,17 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from oktopk.baselines.names import BASELINE_NAMES
+from oktopk.baselines.names import BASELINE_NAMES, LOCAL
 from oktopk.errors import RunError
 from oktopk.runlog.run_directory import CONFIG_FILE, METRICS_FILE
-from oktopk.train.config import Config, changes, load_run
+from oktopk.train.config import LOCAL_STEPS, Config, changes, load_run
 from oktopk.train.run_process import IRRELEVANT_SETTINGS
 from oktopk.utils.units import list_some
 
-COMPARED = ("method", "density", "seed")
+COMPARED = ("method", "density", "seed", "every")
 REPORT = "compare.html"
+MOST_EVERY = 10**6
+"""Most steps between two exchanges."""
 SHOWN_RUNS = 5
 SWEEP = "sweep.json"
 """The file with the plan of a sweep. A folder that has it cannot be used for a comparison."""
@@ -26,11 +28,26 @@ def plan(
 ) -> list[Config]:
     """All combinations, but one run for each seed where density has no effect."""
     runs = {}
-    for seed, method, density in product(seeds, methods, densities):
+    for seed, asked, density in product(seeds, methods, densities):
+        method, every = parse_method(asked)
         kept = density if has_density(method) else base.density
-        name = setting_name(method, kept, seed)
-        runs[name] = replace(base, name=name, method=method, density=kept, seed=seed)
+        name = setting_name(method, kept, seed, every)
+        own = {"method": method, "density": kept, "seed": seed, "every": every or base.every}
+        runs[name] = replace(base, name=name, **own)
     return list(runs.values())
+
+
+def parse_method(text: str) -> tuple[str, int | None]:
+    """The method and the steps between its exchanges, of `local_steps:5`; None if not given."""
+    method, colon, number = text.partition(":")
+    if not colon:
+        return method, None
+    if method not in (LOCAL_STEPS, *LOCAL):
+        names = ", ".join((LOCAL_STEPS, *LOCAL))
+        raise ValueError(f"--methods {text}: only {names} take the steps between exchanges")
+    if not number.isdecimal() or not 0 < int(number) < MOST_EVERY:
+        raise ValueError(f"--methods {text}: a method and a number of steps, as in local_steps:5")
+    return method, int(number)
 
 
 def has_density(method: str) -> bool:
@@ -38,9 +55,13 @@ def has_density(method: str) -> bool:
     return method != "dense" and method not in BASELINE_NAMES
 
 
-def setting_name(method: str, density: float, seed: int) -> str:
-    """`dense`, `oktopk-0.02`, `oktopk-0.02-s1`. A later call finds the run by this name."""
+def setting_name(method: str, density: float, seed: int, every: int | None = None) -> str:
+    """`dense`, `oktopk-0.02`, `local_steps-0.1-every5`, `oktopk-0.02-s1`.
+
+    A later call finds the run by this name.
+    """
     name = f"{method}-{density:g}" if has_density(method) else method
+    name = f"{name}-every{every}" if every else name
     return f"{name}-s{seed}" if seed else name
 
 

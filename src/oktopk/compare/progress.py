@@ -45,8 +45,8 @@ class RunProgress:
 
     def _take(self, record: Record) -> None:
         match record:
-            case RunRecord():
-                self._info, self._steps, self._seconds = record, 0, 0.0
+            case RunRecord():  # a run that was interrupted has been read from its beginning
+                self._info = record
             case StepRecord():
                 self._steps = record.step + 1
                 self._seconds += record.whole or 0.0
@@ -75,7 +75,7 @@ class RunProgress:
             limit = "at most " if self._config.until else ""
             parts.append(f"{limit}{format_duration(left)} left")
         if self._runs_after:
-            parts.append(f"{self._runs_after} more runs after it")
+            parts.append(f"{self._runs_after} more to train")
         return f"{self._place}: {', '.join(filter(None, parts))}"
 
     def _seconds_left(self, total: int | None) -> float | None:

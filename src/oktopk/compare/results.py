@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from oktopk.runlog.aggregates import cumulative_bytes, estimated_totals, steady_steps
@@ -55,7 +55,7 @@ class Row:
 
     sparse_ratio: float | None
     ms_per_step: float | None
-    """The median of `steady_steps`; None when there are none."""
+    """The median of `steady_steps`; the mean where some exchange nothing; None without any."""
 
     minutes: float
 
@@ -64,7 +64,10 @@ def row(runlog: RunLog, target: Target | None = None) -> Row:
     """The row of a run by itself, finished or not."""
     totals = estimated_totals(runlog)
     whole, sparse = totals.whole, totals["sparse"]
-    durations = [step.whole for step in steady_steps(runlog) if step.whole is not None]
+    steady = [step for step in steady_steps(runlog) if step.whole is not None]
+    durations = [step.whole or 0.0 for step in steady]
+    # most steps of a local method exchange nothing: their median would not show the exchange
+    typical = mean if any(not step.bytes_sent for step in steady) else median
     return Row(
         setting=runlog.directory.name,
         state=runlog.end.how if runlog.end else "unfinished",
@@ -75,7 +78,7 @@ def row(runlog: RunLog, target: Target | None = None) -> Row:
         bytes_sent=whole.bytes_sent,
         ratio=_ratio(whole.bytes_dense, whole.bytes_sent),
         sparse_ratio=_ratio(sparse.bytes_dense, sparse.bytes_sent),
-        ms_per_step=1e3 * median(durations) if durations else None,
+        ms_per_step=1e3 * typical(durations) if durations else None,
         minutes=whole.microseconds / 6e7,
     )
 
@@ -153,7 +156,7 @@ def columns(metrics: Sequence[MetricInfo]) -> list[Column]:
         ("sent", lambda row: row.bytes_sent, format_bytes),
         ("ratio", lambda row: row.ratio, _format(".1f")),
         ("ratio, sparse phase", lambda row: row.sparse_ratio, _format(".1f")),
-        ("ms/step, median", lambda row: row.ms_per_step, _format(".0f")),
+        ("ms/step", lambda row: row.ms_per_step, _format(".0f")),
         ("minutes", lambda row: row.minutes, _format(".1f")),
     ]
 

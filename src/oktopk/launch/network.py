@@ -44,6 +44,8 @@ def check_network(text: str) -> None:
         check_rate(rate)
     except ValueError as error:
         raise ValueError(f"network: {error}") from None
+    if colon and rate == UNSHAPED:
+        raise ValueError(f"network: a delay needs a rate, as in 1gbit:20ms, got {text!r}")
     if colon and DELAY.fullmatch(delay) is None:
         raise ValueError(f"network: a delay is as in 20ms or 500us, got {delay!r} in {text!r}")
 
@@ -57,15 +59,25 @@ def run_workers_in_network(workers: int, argv: list[str], network: str) -> int:
     """
     enter(argv, network)
     if not inside():
-        sys.stderr.write(
-            f"no network of {network} here: {why_not()}; the workers run on this machine's own "
-            "network, unshaped\n"
-        )
+        sys.stderr.write(f"{fallback(network)}\n")
         return run_local_workers(workers, argv)
     address = build(workers)
     shape(workers, network)
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE  # of the workers
     return run_local_workers(workers, argv, address=address, prefix=prefix)
+
+
+def fallback(network: str) -> str:
+    """A sentence for where the network cannot be made."""
+    return (
+        f"no network of {network} here: {why_not()}; the workers run on this machine's own "
+        "network, unshaped"
+    )
+
+
+def is_permitted() -> bool:
+    """Whether a network can be made here."""
+    return _unshare() is not None
 
 
 def enter(argv: list[str], network: str) -> None:

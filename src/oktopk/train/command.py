@@ -24,6 +24,7 @@ from oktopk.train.config import Config, load_run
 from oktopk.train.flags import given, load_with_flags, with_flags
 from oktopk.train.preflight import check_before_start
 from oktopk.train.run import RESUME_ADVICE, ReportWriter, run_worker
+from oktopk.utils.files import FileError
 
 EXPECTED_EXIT_CODES = (2, 130, 143)
 """Wrong arguments, SIGINT and SIGTERM: the user knows why the run ended."""
@@ -47,13 +48,18 @@ def command(args: argparse.Namespace, argv: list[str], write_report: ReportWrite
     try:
         if workers or env is None:  # ranks of a launcher must not fail one by one
             check_before_start("oktopk train", config)
+        if config.network and not workers and env is None:
+            sys.stderr.write(f"one worker needs no network: --network {config.network} is unused\n")
         if workers:
             return run_workers(workers, argv, config, args.resume)
         by_flag = given(args, config.task)
         return run_worker(config, env or SINGLE_RANK, args.resume, by_flag, write_report)
-    except (RunError, ValueError, OSError) as error:
+    except (RunError, FileError, OSError) as error:
         sys.stderr.write(f"oktopk train: {error}\n")
         return 1
+    except ValueError as error:
+        sys.stderr.write(f"oktopk train: {error}\n")
+        return 2
 
 
 def resolve(args: argparse.Namespace) -> Config:

@@ -176,6 +176,8 @@ class Config:
 
     def _check_combinations(self) -> None:
         """Check values that depend on one another."""
+        if self.clip_before and self.method in (LOCAL_STEPS, *BASELINE_NAMES):
+            raise ValueError(f"clip_before has no effect with {self.method}: use clip_after")
         for name, value in parse_overrides(self.overrides).items():
             if name in FOR_ADAM and value is not False and self.optimizer != "adamw":
                 raise ValueError(

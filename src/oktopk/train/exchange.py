@@ -74,6 +74,11 @@ class Exchange(ABC):
         return True
 
     @property
+    def exchanged(self) -> bool:
+        """Whether the last step exchanged anything."""
+        return True
+
+    @property
     def residuals(self) -> dict[str, Tensor]:
         """Gradients that were not exchanged yet, by parameter."""
         return {}
@@ -189,6 +194,10 @@ class LocalStepsExchange(Exchange):
         return self._outer.local_steps == 0
 
     @property
+    def exchanged(self) -> bool:
+        return self._last is not None
+
+    @property
     def settings(self) -> State:
         own = {"method": LOCAL_STEPS, "every": self._outer.driver.options.every}
         return asdict(self._outer.settings) | own
@@ -276,6 +285,8 @@ def make_exchange(
             every=config.every,
             density=config.density,
             wire=config.wire,  # pyright: ignore[reportArgumentType] - checked by the config
+            exact_every=config.exact_every,
+            bounds_every=config.bounds_every,
             timeout=config.timeout,
         )
         return LocalStepsExchange(model, optimizer, outer)

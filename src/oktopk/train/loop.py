@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from oktopk.comm.process_groups import monitored
 from oktopk.runlog.schema import OVERLAPPED_PARTS, STEP_PARTS, EpochRecord, ValidationRecord
+from oktopk.train.agreed_model import agreed_model
 from oktopk.train.all_or_raise import check_same_weights
 from oktopk.train.recorder import Recorder
 from oktopk.train.resume import save
@@ -58,13 +57,12 @@ def train_epoch(
             validate_run(run, recorder)
         if _has_steps_left(run):  # after the last step, the end of the epoch saves
             due = config.checkpoint_every and progress.step % config.checkpoint_every == 0
+            saved = False
             if due or stop.agreed:
                 _check_weights(run)
-                save(run, recorder, directory)
-            stop.raise_if_agreed(progress.step)
-    result = _end_epoch(run, recorder, directory, _mean(seconds, progress.index - began_at))
-    stop.raise_if_agreed(progress.step)
-    return result
+                saved = save(run, recorder, directory)
+            stop.raise_if_agreed(progress.step, saved)
+    return _end_epoch(run, recorder, stop, directory, _mean(seconds, progress.index - began_at))
 
 
 def _has_steps_left(run: Run) -> bool:
@@ -86,7 +84,11 @@ def _is_histogram_due(run: Run) -> bool:
 
 
 def _end_epoch(
-    run: Run, recorder: Recorder, directory: Path, seconds: dict[str, float | None] | None
+    run: Run,
+    recorder: Recorder,
+    stop: StopRequest,
+    directory: Path,
+    seconds: dict[str, float | None] | None,
 ) -> Validation | None:
     config, progress = run.config, run.progress
     recorder.flush()
@@ -108,7 +110,8 @@ def _end_epoch(
     if complete:
         progress.epoch, progress.index = progress.epoch + 1, 0
         progress.loss_sum, progress.loss_count = 0.0, 0
-    save(run, recorder, directory)
+    saved = save(run, recorder, directory)
+    stop.raise_if_agreed(progress.step, saved)
     return result
 
 
@@ -118,7 +121,7 @@ def validate_run(run: Run, recorder: Recorder) -> Validation:
     recorder.flush()  # brings the training time up to date
     result = validate(
         run.task,
-        _model_to_validate(run),
+        agreed_model(run),
         run.comm,
         run.device,
         batch=config.validate_batch,
@@ -138,18 +141,6 @@ def validate_run(run: Run, recorder: Recorder) -> Validation:
         )
     )
     return result
-
-
-def _model_to_validate(run: Run) -> nn.Module:
-    """The model; where the ranks have different weights, a copy with their mean."""
-    if run.exchange.weights_agree:
-        return run.model
-    mean = deepcopy(run.model)
-    with torch.no_grad():
-        for parameter in mean.parameters():
-            total = run.comm.all_reduce_(parameter.clone(), stage="validation")
-            parameter.copy_(total / run.comm.size)
-    return mean
 
 
 def _check_weights(run: Run) -> None:

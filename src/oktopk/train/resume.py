@@ -20,6 +20,7 @@ from oktopk.errors import CheckpointError, ExchangeError, RunError, StateError
 from oktopk.runlog.aggregates import load_totals, reshard_totals
 from oktopk.runlog.run_directory import CHECKPOINT_FOLDER
 from oktopk.train import checkpoint
+from oktopk.train.agreed_model import agreed_model
 from oktopk.train.checkpoint import Count
 from oktopk.train.config import Config, changes, names_with, parse, to_toml
 from oktopk.train.flags import as_flag
@@ -73,15 +74,17 @@ class RankState(msgspec.Struct, frozen=True):
     """Where every rank has a state of its own; else it is in `common.pt`."""
 
 
-def save(run: Run, recorder: Recorder, directory: Path) -> None:
-    """Save a checkpoint and delete the oldest. Collective.
+def save(run: Run, recorder: Recorder, directory: Path) -> bool:
+    """Save a checkpoint and delete the oldest. Collective. Returns whether it was saved.
 
-    A baseline is not saved: PyTorch's hooks have no state dicts that could be restored.
+    A baseline is not: PyTorch's hooks have no state dicts that could be restored. Where the ranks
+    have weights of their own, between two exchanges, the common file has their mean.
     """
     recorder.flush()
     state = run.exchange.state_dict()
     if state is None:
-        return
+        return False
+    model = agreed_model(run)
     own = {
         "handle": state,
         "buffers": dict(run.model.named_buffers()),
@@ -97,7 +100,7 @@ def save(run: Run, recorder: Recorder, directory: Path) -> None:
     contents: dict[str, Any] = {checkpoint.rank_file(run.comm.rank): own}
     if run.comm.rank == 0:
         contents[checkpoint.COMMON] = {
-            "model": run.model.state_dict(),
+            "model": model.state_dict(),
             "optimizer": run.optimizer.state_dict(),
             "config": to_toml(run.config),
             "corpus": run.task.fingerprint(),
@@ -108,6 +111,7 @@ def save(run: Run, recorder: Recorder, directory: Path) -> None:
     checkpoint.save(folder, run.progress.step, contents, run.comm, run.device)
     if run.env.local_rank == 0:
         checkpoint.prune(folder, run.config.keep)
+    return True
 
 
 def restore(run: Run, path: Path, given: Collection[str]) -> int:
@@ -138,6 +142,8 @@ def restore(run: Run, path: Path, given: Collection[str]) -> int:
             torch.cuda.set_rng_state(mine.cuda_random, run.device)
     for key, value in msgspec.structs.asdict(mine.progress).items():
         setattr(run.progress, key, value)
+    if "until" in run.changed:  # another target is not reached yet
+        run.progress.target_reached = False
     if same_size:
         run.totals = load_totals(mine.totals)
     else:

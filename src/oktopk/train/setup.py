@@ -11,13 +11,14 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from oktopk.adapters.ddp.handle import Handle
+from oktopk.baselines.names import BASELINE_NAMES
 from oktopk.comm.communicator import Comm
 from oktopk.errors import RunError
 from oktopk.launch.rank_environment import RankEnvironment
 from oktopk.runlog.aggregates import RunTotals
 from oktopk.runlog.schema import ProbeRecord
 from oktopk.train.all_or_raise import all_or_raise, check_same_data
-from oktopk.train.config import Config
+from oktopk.train.config import LOCAL_STEPS, Config
 from oktopk.train.exchange import Exchange, make_exchange
 from oktopk.train.preset_options import parse_overrides
 from oktopk.train.probe import Probe
@@ -29,6 +30,8 @@ from oktopk.train.validate import Validation
 log = logging.getLogger("oktopk")
 
 BETA1 = 0.9
+RANK_SEEDS = 1_000_003
+"""Distance of the seeds of two ranks."""
 
 
 @dataclass(slots=True)
@@ -122,10 +125,14 @@ def make_optimizer(config: Config, task: Task, model: torch.nn.Module) -> Optimi
 
 
 def log_unused_options(config: Config) -> None:
-    """Log the preset options that have no effect, because `dense` has no residuals."""
+    """Log the preset options that have no effect with the method."""
     overrides = parse_overrides(config.overrides)
-    if config.method == "dense" and overrides:
+    if not overrides:
+        return
+    if config.method == "dense":
         log.info("%s: without effect, since dense sends everything", ", ".join(overrides))
+    if config.method in (LOCAL_STEPS, *BASELINE_NAMES):
+        log.info("%s: without effect with %s", ", ".join(overrides), config.method)
 
 
 def make_probe(config: Config, model: nn.Module, handle: Handle | None, comm: Comm) -> Probe | None:
@@ -159,6 +166,7 @@ def set_up(config: Config, comm: Comm, device: torch.device, env: RankEnvironmen
     log_unused_options(config)
     optimizer = make_optimizer(config, task, model)
     exchange = make_exchange(config, model, optimizer, comm.size, total if comm.rank == 0 else None)
+    torch.manual_seed((config.seed + RANK_SEEDS * (comm.rank + 1)) % 2**63)  # other dropout masks
     return Run(
         config=config,
         comm=comm,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from math import isfinite
 
 from torch.nn.utils import clip_grad_norm_
 
@@ -48,7 +49,8 @@ def take_step(run: Run, batches: list[list[int]]) -> StepRecord:
     assert stats.step == progress.step, (stats, progress)
     _count_waits(seconds, run.exchange.waits)
     whole = time.perf_counter() - started - seconds.pop("probe")  # probes do not count
-    _check_diverged(run, stats.skipped)
+    if run.exchange.exchanged:  # between two exchanges nothing can be skipped
+        _check_diverged(run, stats.skipped)
     record = step_record(
         stats,
         epoch=progress.epoch,
@@ -57,9 +59,10 @@ def take_step(run: Run, batches: list[list[int]]) -> StepRecord:
         seconds=seconds | {"whole": whole},
     )
     run.totals.add(record)
-    if not stats.skipped:  # a NaN would make the mean of the epoch NaN
-        progress.loss_sum += sum(losses)
-        progress.loss_count += len(losses)
+    if not stats.skipped:
+        finite = [loss for loss in losses if isfinite(loss)]  # a NaN would make the mean NaN
+        progress.loss_sum += sum(finite)
+        progress.loss_count += len(finite)
     progress.step += 1
     progress.index += 1
     return record

@@ -42,10 +42,16 @@ class StopRequest:
         """Take in whether any rank has the flag set. Every rank calls it with the same value."""
         self.agreed = self.agreed or any_rank
 
-    def raise_if_agreed(self, step: int) -> None:
-        """End the run, once the checkpoint of this step is saved."""
-        if self.agreed:
+    def raise_if_agreed(self, step: int, saved: bool) -> None:
+        """End the run, once the checkpoint of this step is saved, if the exchange can be saved."""
+        if not self.agreed:
+            return
+        if saved:
             raise StoppedError(f"stopped and saved at step {step}: continue with --resume")
+        raise StoppedError(
+            f"stopped at step {step}; a baseline saves no checkpoints, so it starts from the "
+            "beginning next time"
+        )
 
 
 def steps_between_checks(seconds_per_step: float, most: int) -> int:

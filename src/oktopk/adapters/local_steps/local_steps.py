@@ -84,7 +84,8 @@ def local_steps(
         average: divide each sum by the number of `senders` of that entry, or of `all` ranks.
         method: a name of `oktopk.METHODS`.
         policy: which parameters travel dense; biases, norms and tiny ones by default.
-        wire: how entries travel: `plain`, `fp32`, `bf16`, `fp16` or `int8`.
+        wire: how entries travel: `plain`, `fp32`, `bf16`, `fp16`, `int8`, `int4`, `int2` or
+            `sign`.
         exact_every: exchanges between exact thresholds (`oktopk`).
         bounds_every: exchanges between updates of the region bounds (`oktopk`).
         on_nonfinite: when the weights of a rank have a NaN or Inf, all ranks go back to the weights

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,6 +137,7 @@ def _names_in(root: Path) -> list[str]:
 def _read_member(archive: zipfile.ZipFile, name: str) -> bytes:
     try:
         return archive.read(name)
-    except (RuntimeError, NotImplementedError) as error:  # encrypted, or an unknown compression
+    # encrypted, of an unknown compression, or damaged
+    except (RuntimeError, NotImplementedError, zlib.error, EOFError) as error:
         problem = f"cannot be read ({error})"
         raise file_error(archive.filename or "", problem, place=name) from error

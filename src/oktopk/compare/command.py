@@ -1,7 +1,7 @@
 """`oktopk compare`: the same training under several methods, one after the other.
 
 With --until it is a race: every run ends when it reaches the target, and the table says how long it
-took.
+took. With --networks the runs are timed on several networks, too (`compare.networks`).
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from oktopk.compare.page import write_report
+from oktopk.compare.networks import TIMING, check_networks, folder_of, on_network, timing_run
+from oktopk.compare.page import Place, write_report
 from oktopk.compare.plan import (
     REPORT,
     plan,
@@ -54,10 +56,16 @@ def add_flags(parser: argparse.ArgumentParser, task: str) -> None:
     """The flags of `oktopk compare`, and all those of `oktopk train`."""
     parser.add_argument(
         "--methods",
-        help="comma-separated (default: dense and the config's); local_steps:5 exchanges every 5",
+        help="comma-separated (default: dense and the config's); local_steps:5@0.1 exchanges every "
+        "5 steps, at density 0.1",
     )
     parser.add_argument("--densities", help="comma-separated (default: the config's)")
     parser.add_argument("--seeds", help="comma-separated (default: the config's)")
+    parser.add_argument(
+        "--networks",
+        help="comma-separated rates, as in 1gbit,50mbit: after the training, measure the steps of "
+        "every run there, and say when it would have reached the target",
+    )
     parser.add_argument("--metric", help="what the figures show (default: the task's first)")
     parser.add_argument("--config", help="as for oktopk train")
     add_train_flags(parser, task, without=("name",))
@@ -69,13 +77,17 @@ def command(args: argparse.Namespace) -> int:
 
     def act() -> int:
         base, wanted = resolve(args)
+        networks = _list("networks", args.networks, str)
+        if networks and base.network:
+            raise ValueError("--networks and --network: give one of them")
+        check_networks(networks)
         metric, target = metric_and_target(base, args.metric)
         folder = Path(base.runs)
         refuse_run(folder)
         refuse_sweep(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with lock(folder), raise_on_signals():
-            return compare(args.config or "", base, wanted, metric, target)
+            return compare(Comparison(args.config or "", base, wanted, networks, metric, target))
 
     return exit_code_of("oktopk compare", act)
 
@@ -111,27 +123,42 @@ def metric_and_target(base: Config, asked: str | None) -> tuple[str, Target | No
     return find_metric(base.task, asked).name, target
 
 
-def compare(
-    config: str, base: Config, wanted: list[Config], metric: str, target: Target | None
-) -> int:
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What `oktopk compare` was asked for."""
+
+    config: str
+    base: Config
+    wanted: list[Config]
+    networks: list[str]
+    """Where the steps of every run are timed after the training."""
+
+    metric: str
+    target: Target | None
+
+
+def compare(asked: Comparison) -> int:
     """Train what is missing and write the tables. Returns 1 if a run failed."""
-    folder = Path(base.runs)
+    base, wanted, folder = asked.base, asked.wanted, Path(asked.base.runs)
     refuse_others(folder, base)
     refuse_files(wanted)
     if base.network and not network.is_permitted():
         sys.stderr.write(f"{network.fallback(base.network)}\n")
+    timed = [timing_run(run, place) for place in asked.networks for run in wanted]
+    runs = [(run, asked.target) for run in wanted] + [(run, None) for run in timed]
     failed, table = [], ""
-    for number, run in enumerate(wanted, 1):
-        place = f"{number}/{len(wanted)} {run.name}"
+    for number, (run, target) in enumerate(runs, 1):
+        shown = f"{run.name} at {run.network}" if run.network else run.name
+        place = f"{number}/{len(runs)} {shown}"
         try:
-            progress = RunProgress(place, run, len(wanted) - number)
-            if not train(config, run, place, target, progress):
-                failed.append(run.name)
+            progress = RunProgress(place, run, len(runs) - number)
+            if not train(asked.config, run, place, target, progress):
+                failed.append(run)
         finally:  # also when the comparison is interrupted
-            table = write_tables(folder, metric, target)
+            table = write_tables(folder, asked.metric, asked.target, asked.networks)
     print_line(f"\n{table}")
-    for name in failed:
-        sys.stderr.write(f"oktopk compare: {name} failed, see {folder / name}.log\n")
+    for run in failed:
+        sys.stderr.write(f"oktopk compare: {run.name} failed, see {log_of(run)}\n")
     if failed:
         sys.stderr.write("the same command tries the failed runs again, and only those\n")
     return 1 if failed else 0
@@ -156,20 +183,39 @@ def train(
     return False
 
 
-def write_tables(folder: Path, metric: str, target: Target | None) -> str:
-    """Write the tables and the report of all runs in the folder. Returns the table as text."""
+def write_tables(
+    folder: Path, metric: str, target: Target | None, networks: Sequence[str] = ()
+) -> str:
+    """Write the tables and the report of all runs in the folder. Returns the tables as text."""
     paths = folder.glob(f"*/{METRICS_FILE}")
     runlogs = sorted((read_runlog(path.parent) for path in paths), key=_order)
     if not runlogs:
         return "no run has begun"
-    rows = _rows(runlogs, metric, target)
     metrics = next((runlog.metrics for runlog in runlogs if runlog.metrics), [])
-    sentence = verdict(runlogs, rows, target)
-    text = markdown(as_table(rows, metrics))
-    write_atomically(folder / "table.md", text)
-    write_atomically(folder / "table.json", json.dumps(as_plain(rows), indent=1) + "\n")
-    write_report(folder / REPORT, runlogs, rows, metric, target)
-    return "\n".join(filter(None, [text, sentence, f"{folder}: table.md, table.json, {REPORT}"]))
+    places = [Place("", runlogs, _rows(runlogs, metric, target))]
+    places += [_timed(runlogs, name, metric, target) for name in networks]
+    texts = []
+    for place in places:
+        if place.runlogs:
+            text = markdown(as_table(place.rows, metrics))
+            write_atomically(folder / f"table{place.suffix}.md", text)
+            rows = json.dumps(as_plain(place.rows), indent=1) + "\n"
+            write_atomically(folder / f"table{place.suffix}.json", rows)
+            heading = f"timed at {place.network}:" if place.network else ""
+            texts += [heading, text, verdict(place.runlogs, place.rows, target)]
+    write_report(folder / REPORT, places, metric, target)
+    return "\n".join(filter(None, [*texts, f"{folder}: table.md, table.json, {REPORT}"]))
+
+
+def _timed(runlogs: list[RunLog], name: str, metric: str, target: Target | None) -> Place:
+    """The runs whose steps were timed on a network, as they would have been there."""
+    timed = []
+    for runlog in runlogs:
+        own = runlog.directory.parent
+        timing = read_runlog(own / TIMING / folder_of(name) / runlog.directory.name)
+        if runlog.finished and timing.finished:
+            timed.append(on_network(runlog, timing, name))
+    return Place(name, timed, _rows(timed, metric, target))
 
 
 def _rows(runlogs: list[RunLog], metric: str, target: Target | None) -> list[Row]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from oktopk.compare.networks import folder_of
 from oktopk.compare.results import Row, as_table
 from oktopk.compare.verdict import verdict
 from oktopk.report.curves import LOG, line
@@ -32,6 +34,10 @@ AGAINST: dict[str, tuple[str, Callable[[RunLog], list[Any]]]] = {
 }
 PART_LABELS = {"exposed": "waiting for the exchange"}
 TIME_NOTE = "The exchange that overlaps with the backward pass takes no time of its own here."
+TIMED = (
+    "A method takes the same steps on every network. Each run was trained once, and a short run "
+    "measured what its steps take on this network."
+)
 NOTE = "A click on a name hides its curve, a double click all others."
 
 
@@ -108,24 +114,50 @@ def _layout(x: str, y: str) -> dict[str, Any]:
     return {"xaxis": axis, "yaxis": {"title": {"text": y}}}
 
 
-def write_report(
-    path: Path, runlogs: list[RunLog], rows: list[Row], metric: str, target: Target | None
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The runs of a comparison on one network."""
+
+    network: str
+    """Where their steps were timed; empty for the network on which they were trained."""
+
+    runlogs: list[RunLog]
+    rows: list[Row]
+
+    @property
+    def suffix(self) -> str:
+        """For the names of files."""
+        return f"-{folder_of(self.network)}" if self.network else ""
+
+
+def write_report(path: Path, places: list[Place], metric: str, target: Target | None) -> None:
     """Write the page. Runs without a finished step are in the table only."""
-    begun = [runlog for runlog in runlogs if runlog.steps]
-    metrics = next((runlog.metrics for runlog in runlogs if runlog.metrics), [])
+    trained = places[0]
+    begun = [runlog for runlog in trained.runlogs if runlog.steps]
+    metrics = next((runlog.metrics for runlog in trained.runlogs if runlog.metrics), [])
     shown = next((info for info in metrics if info.name == metric), MetricInfo(metric, metric))
-    cells = as_table(rows, metrics)
+    cells = as_table(trained.rows, metrics)
     whole: list[Block] = [table(cells[0], cells[1:])]
     sections = [
+        *(_timed(place, shown, metrics, target) for place in places[1:] if place.runlogs),
         Section(shown.label, curves(begun, shown, target) if begun else []),
         Section("Runs", whole),
         Section("Where the time went", where_time_went(begun) if begun else []),
         Section("Training loss", losses(begun) if begun else []),
     ]
     texts = [
-        verdict(runlogs, rows, target),
+        *(verdict(place.runlogs, place.rows, target) for place in places if place.runlogs),
         "The same training, exchanged in different ways. Bytes are those of all workers.",
     ]
     opening = "\n".join(paragraph(text, "summary") for text in texts if text)
     write_page(path, f"{path.parent.resolve().name}: comparison of runs", opening, sections)
+
+
+def _timed(
+    place: Place, metric: MetricInfo, metrics: list[MetricInfo], target: Target | None
+) -> Section:
+    """The metric against the time that the runs would have taken on a network."""
+    cells = as_table(place.rows, metrics)
+    figure = curves(place.runlogs, metric, target)[0]
+    figure = replace(figure, title=f"{figure.title} at {place.network}", note=f"{TIMED} {NOTE}")
+    return Section(f"Timed at {place.network}", [figure, table(cells[0], cells[1:])])

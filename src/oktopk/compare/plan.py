@@ -26,28 +26,39 @@ SWEEP = "sweep.json"
 def plan(
     base: Config, methods: Iterable[str], densities: Iterable[float], seeds: Iterable[int]
 ) -> list[Config]:
-    """All combinations, but one run for each seed where density has no effect."""
+    """All combinations, but one run for each seed where density has no effect or is given."""
     runs = {}
     for seed, asked, density in product(seeds, methods, densities):
-        method, every = parse_method(asked)
-        kept = density if has_density(method) else base.density
+        method, every, own_density = parse_method(asked)
+        kept = (own_density or density) if has_density(method) else base.density
         name = setting_name(method, kept, seed, every)
         own = {"method": method, "density": kept, "seed": seed, "every": every or base.every}
         runs[name] = replace(base, name=name, **own)
     return list(runs.values())
 
 
-def parse_method(text: str) -> tuple[str, int | None]:
-    """The method and the steps between its exchanges, of `local_steps:5`; None if not given."""
-    method, colon, number = text.partition(":")
-    if not colon:
-        return method, None
-    if method not in (LOCAL_STEPS, *LOCAL):
+def parse_method(text: str) -> tuple[str, int | None, float | None]:
+    """The method, steps between exchanges and density of `local_steps:5@0.1`; None: not given."""
+    rest, at, density = text.partition("@")
+    method, colon, every = rest.partition(":")
+    if colon and method not in (LOCAL_STEPS, *LOCAL):
         names = ", ".join((LOCAL_STEPS, *LOCAL))
         raise ValueError(f"--methods {text}: only {names} take the steps between exchanges")
-    if not number.isdecimal() or not 0 < int(number) < MOST_EVERY:
+    if colon and not (every.isdecimal() and 0 < int(every) < MOST_EVERY):
         raise ValueError(f"--methods {text}: a method and a number of steps, as in local_steps:5")
-    return method, int(number)
+    if at and not has_density(method):
+        raise ValueError(f"--methods {text}: {method} has no density")
+    return method, int(every) if colon else None, _density(density, text) if at else None
+
+
+def _density(density: str, text: str) -> float:
+    try:
+        value = float(density)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise ValueError(f"--methods {text}: a density in (0, 1], as in oktopk@0.02")
+    return value
 
 
 def has_density(method: str) -> bool:
@@ -112,14 +123,17 @@ def refuse_files(wanted: Iterable[Config]) -> None:
 
 
 def refuse_others(folder: Path, base: Config) -> None:
-    """Raise if a run in the folder was trained with other settings: they cannot be compared."""
+    """Raise if a run in the folder was trained with other settings: they cannot be compared.
+
+    A run without a target was trained to its end, so any target can be looked up in it.
+    """
     for path in sorted(folder.glob(f"*/{CONFIG_FILE}")):
         stored = load_run(path)
         same = replace(base, **{name: getattr(stored, name) for name in COMPARED})
         differing = {
             name: pair
             for name, pair in changes(stored, same).items()
-            if name not in IRRELEVANT_SETTINGS
+            if name not in IRRELEVANT_SETTINGS and not (name == "until" and not stored.until)
         }
         if differing:
             raise RunError(

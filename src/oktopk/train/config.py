@@ -209,6 +209,10 @@ def make_config(**values: Any) -> Config:
     """The config with these settings, those of the task beside the others; others at default."""
     task = values.get("task", DEFAULT_TASK)
     check_type("task", task, str)
+    known = specs(task)
+    for name in values:
+        if name not in known:
+            raise ValueError(f"task {task} has no setting {shown(name)}{nearest(name, known)}")
     own = {name: value for name, value in values.items() if name not in COMMON}
     common = {name: value for name, value in values.items() if name in COMMON}
     return Config(**common, options=options_type(task)(**own))

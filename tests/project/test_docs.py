@@ -64,10 +64,8 @@ def test_commands_in_the_text_exist(name):
 
 
 def test_troubleshooting_quotes_the_messages_of_the_source():
-    quoted = re.findall(
-        r"`([^`]+)`",
-        "".join(re.findall(r"^### .*", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)),
-    )
+    headings = re.findall(r"^### .*", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
+    quoted = [text for heading in headings for text in re.findall(r"`([^`]+)`", heading)]
     messages = pages.messages(ROOT / "src")
     assert len(quoted) > 60
     gone = [text for text in quoted if not any(text.rstrip(". ") in each for each in messages)]

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 
 class ExchangeError(RuntimeError):
-    """A message could not be sent or did not come: a rank died, stopped or went another way."""
+    """A message could not be sent or did not arrive; the message names the rank at fault if it can.
+
+    A rank died, stopped, was later than `timeout`, or called other collectives. The exchange cannot
+    continue: close the handle and start again from a checkpoint.
+    """
 
 
 class ReplicaError(RuntimeError):
-    """The ranks no longer hold the same weights."""
+    """The ranks no longer hold the same weights; the message names the tensor and the ranks.
+
+    The comparison runs every `check_every` steps. Something changed the weights on some ranks only.
+    """
 
 
 class NonfiniteError(FloatingPointError):
-    """A gradient had a NaN or Inf on some rank, and the user asked to be told by an error."""
+    """A rank had a NaN or Inf, and `on_nonfinite` is `raise`. All ranks raise it.
+
+    The step was undone on all ranks, so training may continue with the next one.
+    """
 
 
 class StateError(ValueError):
@@ -24,7 +34,7 @@ class LaunchError(ValueError):
 
 
 class RunError(RuntimeError):
-    """The run cannot go on; the message says why and what to do."""
+    """The run cannot continue; the message says why and what to do."""
 
 
 class OthersError(RunError):

@@ -34,15 +34,20 @@ def default_comm(group: dist.ProcessGroup | None = None) -> Comm:
 class Reducer:
     """Average a flat gradient over all ranks, sending only its largest entries.
 
+    Use it where there is no `DistributedDataParallel` model to attach to. Every rank must make one
+    with the same arguments; the first call of `reduce_` compares them.
+
     Args:
         numel: elements of the gradient, the same on every rank.
         method: a name of `oktopk.METHODS`.
         density: fraction of the entries that is kept, in (0, 1].
         warmup_steps: dense steps before the sparse phase.
-        schedule: (steps, density) pairs that follow the warm-up.
-        overshoot: see `oktopk.Settings`.
+        schedule: (steps, density) pairs that follow the warm-up, before `density` holds.
+        overshoot: deliver this much more of every sum than was accumulated, in [0, 1]; it is taken
+            off the residual (`oktopk.Settings`).
         average: divide a sum by the number of `all` ranks, or of the `senders` of that entry.
-        decay: multiply the residual by this before each exchange.
+        decay: multiply the residual by this before each exchange, in [0, 1]; 1 is plain error
+            feedback.
         wire: how entries travel: `plain`, `fp32`, `bf16`, `fp16`, `int8`, `int4`, `int2` or `sign`.
         exact_every: steps between exact thresholds (`oktopk`).
         bounds_every: steps between updates of the region bounds (`oktopk`).
@@ -50,6 +55,11 @@ class Reducer:
         group: the process group; None is the default group, or this process alone.
         comm: a communicator instead of `group`, for instance of simulated ranks
             (`oktopk.simulate`).
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range, `group` and `comm` are both given, or `numel` is
+            more than int32 can index.
     """
 
     def __init__(
@@ -125,6 +135,19 @@ class Reducer:
 
         Every rank must call it with the same size and dtype; the first call checks that together.
         After an error the residual is as before the call, and the content of `grad` is undefined.
+
+        Args:
+            grad: a flat, contiguous tensor of `numel` elements in fp16, bf16, fp32 or float64.
+
+        Returns:
+            What the step did: bytes, entries, thresholds and seconds.
+
+        Raises:
+            TypeError: `grad` is not a dense tensor of one of these dtypes.
+            ValueError: `grad` has another shape, or the ranks disagree about settings, size or
+                dtype; then all of them raise.
+            ExchangeError: a message could not be sent or did not arrive.
+            NonfiniteError: a rank had a NaN or Inf, and `on_nonfinite` is `raise`.
         """
         if not isinstance(grad, Tensor):
             raise TypeError(f"rank {self.comm.rank}: expected a tensor, got {type(grad).__name__}")
@@ -141,7 +164,10 @@ class Reducer:
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a bit-exact resume needs, as tensors and plain numbers."""
+        """All that a bit-exact resume needs, as tensors and plain numbers.
+
+        The residual is this rank's own, so every rank must save its own state.
+        """
         residual = self._engine.residual
         return {
             "format": saved_state.FORMAT,
@@ -153,7 +179,15 @@ class Reducer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken: the same bits as a run that never stopped."""
+        """Continue where `state_dict` was taken: the same bits as a run that never stopped.
+
+        Args:
+            state: what `state_dict` returned on this rank.
+
+        Raises:
+            ValueError: the state is of another size, method or number of ranks, of another version
+                of the format, or it is damaged. Nothing has changed then.
+        """
         here = {"numel": self.numel, "method": self.settings.method, "size": self.comm.size}
         engine, residual = saved_state.load_flat(state, here)
         self._engine.residual = None if residual is None else residual.clone()

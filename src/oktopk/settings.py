@@ -25,7 +25,11 @@ CHOICES = {"wire": CodecName, "scope": Scope, "on_nonfinite": OnNonfinite, "aver
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """How a gradient is exchanged. Every rank must have the same; the first step checks that."""
+    """How a gradient is exchanged. Every rank must have the same; the first step checks that.
+
+    `attach`, `local_steps` and `Reducer` take these fields as keywords, and `handle.settings` has
+    those in effect. A value of the wrong type raises TypeError, one out of range ValueError.
+    """
 
     # what is exchanged, and how
 
@@ -72,7 +76,7 @@ class Settings:
     """Dense steps before the sparse phase."""
 
     schedule: tuple[tuple[int, float], ...] = ()
-    """(steps, density) pairs that follow the warm-up, before `density` holds for good."""
+    """(steps, density) pairs that follow the warm-up, before `density` holds for the rest."""
 
     # what suits the optimizer (`oktopk.optim.presets`)
 
@@ -124,11 +128,12 @@ class Settings:
         object.__setattr__(self, name, value)  # frozen only for others
 
     def is_dense(self, step: int) -> bool:
+        """Whether a step is exchanged dense: in the warm-up, or with the method `dense`."""
         return step < self.warmup_steps or self.method == "dense"
 
     @property
     def falling_steps(self) -> int:
-        """Sparse steps before `density` holds for good."""
+        """Sparse steps before `density` holds: those of the schedule."""
         return sum(steps for steps, _ in self.schedule)
 
     def overshoot_at(self, step: int) -> float:

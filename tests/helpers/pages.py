@@ -229,3 +229,16 @@ def mentions(page: Path) -> list[list[str]]:
     """Commands of oktopk in the running text; they may be cut short."""
     spans = re.findall(r"`(oktopk [^`]+)`", FENCE.sub("", page.read_text()))
     return [shlex.split(span) for span in spans]
+
+
+def messages(folder: Path) -> list[str]:
+    """All texts in the Python files of a folder, with `...` in place of the values in them."""
+    found = []
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (v.value if isinstance(v, ast.Constant) else "..." for v in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub("%[dgs]", "...", node.value))
+    return found

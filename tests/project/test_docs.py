@@ -3,7 +3,7 @@
 The rule for blocks of code, page by page and from top to bottom (pages.py, commands.py):
 
 - `python` runs; the blocks of a page share their names. In README.md `numel` and `flat_gradient`
-  are given.
+  are given, for a block without a context of its own.
 - `python title="train.py"` is a file, and a command of the page must start it.
 - `bash` is commands. Those that start a file of the page run, with all their processes. The others
   need more time or other machines: `oktopk` is parsed by its own parser and so is torchrun, and
@@ -33,6 +33,8 @@ ROOT = pages.ROOT
 SLOW = {"docs/guides/lightning.md": "lightning"}
 NEEDS = {"docs/guides/accelerate.md": "accelerate", **SLOW}
 NAMES = [str(page.relative_to(ROOT)) for page in pages.PAGES]
+# what a page must print, beside what its blocks of output say
+PRINTS = {"docs/guides/reducer.md": "less than dense"}
 
 
 def test_requirements_name_tests_that_exist():
@@ -52,14 +54,22 @@ def test_blocks_run(name, tmp_path):
         pytest.skip(f"{name} needs {NEEDS[name]}")
     reading = pages.Reading(ROOT / name, tmp_path)
     reading.read()
-    if name == "README.md":
-        assert "less than dense" in reading.printed
+    assert PRINTS.get(name, "") in reading.printed
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_commands_in_the_text_exist(name):
     for words in pages.mentions(ROOT / name):
         commands.check_flags(words)
+
+
+def test_troubleshooting_quotes_the_messages_of_the_source():
+    headings = re.findall(r"^### .*", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
+    quoted = [text for heading in headings for text in re.findall(r"`([^`]+)`", heading)]
+    messages = pages.messages(ROOT / "src")
+    assert len(quoted) > 60
+    gone = [text for text in quoted if not any(text.rstrip(". ") in each for each in messages)]
+    assert not gone, "no message of src/ has this text any more"
 
 
 WRONG = {

@@ -65,7 +65,7 @@ class BaseHandle(ABC, Generic[AnyDriver]):
 
     @property
     def stats(self) -> StepStats | None:
-        """Of the last finished step; None before the first. Never half-filled."""
+        """What the last finished step did; None before the first. Never half-filled."""
         return self.driver.stats
 
     @property
@@ -79,7 +79,7 @@ class BaseHandle(ABC, Generic[AnyDriver]):
 
     @property
     def step(self) -> int:
-        """Finished steps."""
+        """The number of finished exchanges, those of the warm-up and skipped ones included."""
         return self.driver.engine.step
 
     @property

@@ -10,7 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """Biases, norms, tiny tensors: a fraction of a percent of a model that steers a lot of it."""
+    """Which parameters travel dense. By default biases, norms and tiny tensors do.
+
+    They are a fraction of a percent of a model, and much depends on them. Pass a policy to `attach`
+    or `local_steps` as `policy=`.
+    """
 
     vectors: bool = True
     """Parameters with fewer than two dimensions (biases, norms) travel dense."""
@@ -25,6 +29,7 @@ class Policy:
     """Parameters whose name matches one of these are sparse whatever the other rules say."""
 
     def is_dense(self, name: str, parameter: Tensor) -> bool:
+        """Whether a parameter travels dense under these rules."""
         if any(fnmatchcase(name, pattern) for pattern in self.sparse_patterns):
             return False
         small = parameter.numel() < self.below or (self.vectors and parameter.ndim < 2)

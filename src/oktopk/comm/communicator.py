@@ -55,7 +55,12 @@ class Transport(Protocol):
 
 
 class Comm:
-    """The collectives of the methods over a transport, with a ledger of the bytes they sent."""
+    """The collectives of the methods over a transport, with a ledger of the bytes they sent.
+
+    `oktopk.simulate` and the handles make one. To exchange over a transport of your own, write a
+    class with the methods of `oktopk.comm.communicator.Transport` and pass `Comm(transport)` as
+    `comm=` to `attach`, `local_steps` or `Reducer`.
+    """
 
     def __init__(self, transport: Transport, ledger: Ledger | None = None) -> None:
         self.rank = transport.rank
@@ -79,6 +84,12 @@ class Comm:
         Every rank must call it with the same `groups`, which together have each rank once:
         `comm.split([[0, 1], [2, 3]])` gives ranks 2 and 3 a `Comm` in which they are ranks 0 and 1.
         The bytes are added to the ledger of this `Comm`. The `nonfinite` flag is not shared.
+
+        Args:
+            groups: lists of ranks, the same on every rank.
+
+        Raises:
+            ValueError: a rank is missing from `groups`, or is there twice.
         """
         parts = [sorted(group) for group in groups if group]
         if sorted(rank for part in parts for rank in part) != list(range(self.size)):

@@ -12,18 +12,31 @@ class Traffic:
     """Bytes and messages of one rank. Payload is gradient entries; headers are sizes and counts."""
 
     payload_sent: int = 0
+    """Bytes of gradient entries that were sent."""
+
     header_sent: int = 0
+    """Bytes of sizes, counts, bounds and checksums that were sent."""
+
     messages_sent: int = 0
+    """Messages that were sent; empty ones never are."""
+
     payload_received: int = 0
+    """Bytes of gradient entries that were received."""
+
     header_received: int = 0
+    """Bytes of sizes, counts, bounds and checksums that were received."""
+
     messages_received: int = 0
+    """Messages that were received."""
 
     @property
     def sent(self) -> int:
+        """All bytes that were sent."""
         return self.payload_sent + self.header_sent
 
     @property
     def received(self) -> int:
+        """All bytes that were received."""
         return self.payload_received + self.header_received
 
     def __add__(self, other: Traffic) -> Traffic:

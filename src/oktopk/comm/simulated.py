@@ -161,7 +161,22 @@ def simulate(
 ) -> list[T]:
     """Run `rank_main(comm)` on `size` simulated ranks; return what each returned, by rank.
 
-    The first error of any rank ends all of them and is raised here.
+    The ranks are threads of this process that take turns. They run the same code as over a network;
+    only the transport differs. Hundreds of them are possible.
+
+    Args:
+        size: the number of ranks.
+        rank_main: called once for each rank with its `Comm`, which has `rank` and `size`. Pass the
+            `Comm` on to `oktopk.Reducer(..., comm=comm)` or `oktopk.local_steps(..., comm=comm)`.
+        transport: the transport of the ranks; a subclass can count or delay messages.
+
+    Returns:
+        What `rank_main` returned, in rank order.
+
+    Raises:
+        ValueError: `size` is less than 1.
+        RuntimeError: a rank waits in a collective that other ranks never enter.
+        Exception: the first error of any rank. It ends all of them and is raised here.
     """
     if size < 1:
         raise ValueError(f"there must be 1 rank or more, got {size}")

@@ -14,7 +14,10 @@ from oktopk.optim.staleness import StalenessCorrection
 
 
 class Handle(BaseHandle[StepDriver]):
-    """The statistics and the state of an attached model, and a way to detach it."""
+    """What `attach` returns: the statistics and the state of an attached model, and `close`.
+
+    Its properties may be read from any thread, also while an exchange is under way.
+    """
 
     def __init__(self, driver: StepDriver, connection: Connection, *, method_is_auto: bool) -> None:
         super().__init__(driver, connection, method_is_auto=method_is_auto)
@@ -42,7 +45,7 @@ class Handle(BaseHandle[StepDriver]):
 
         Of the last exchange that ended, also while another one is under way, and from any thread.
         It belongs to the weights after `optimizer.step()`: between backward and that step, what was
-        delivered is in neither (docs/footguns.md). The keys are the same on every rank and at any
+        delivered is in neither (docs/pitfalls.md). The keys are the same on every rank and at any
         time, so a fresh handle's state is a template for `torch.distributed.checkpoint`; frozen
         parameters have no keys. The residuals are this rank's own: save one file per rank, or use
         `gathered_state_dict`.
@@ -59,6 +62,10 @@ class Handle(BaseHandle[StepDriver]):
         """The states of all ranks, on every rank. A collective: all ranks must call it.
 
         For frameworks that save what one rank has. It takes the memory of all ranks' residuals.
+
+        Raises:
+            ExchangeError: another rank did not call it in time, or died.
+            RuntimeError: it was called from `on_step`, or the handle was closed.
         """
         state = self.state_dict()
         return self.thread.call(lambda: self._gather(state))
@@ -71,6 +78,14 @@ class Handle(BaseHandle[StepDriver]):
         ranks r, r+P, ... The method must be the same; one that `auto` picked gives way to that of
         the state, whatever the network is like now. Every rank must call it; in the middle of
         training the ranks wait for each other.
+
+        Args:
+            state: one of the three.
+
+        Raises:
+            ValueError: the state cannot be read, is of another rank, model or method, or the ranks
+                load states of different steps. The handle is unchanged then.
+            ExchangeError: in the middle of training, another rank did not call it in time.
         """
         saved = self._read(state)
         metadata = saved.metadata
@@ -86,9 +101,10 @@ class Handle(BaseHandle[StepDriver]):
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """End the communication thread and its process group. To train on, attach again.
+        """End the communication thread and its process group.
 
-        A communicator that was passed to `attach` stays open.
+        DDP cannot remove a hook, so backward raises afterwards until the model is attached again.
+        Close before `destroy_process_group`. A communicator that was passed to `attach` stays open.
         """
         self._staleness.close()
         self._finalizer()

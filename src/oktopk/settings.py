@@ -22,6 +22,7 @@ from oktopk.wire.codec import CodecName
 Scope = Literal["model", "bucket"]
 GroupNumel = int | Literal["auto"]
 OnNonfinite = Literal["skip", "raise", "deliver"]
+DEFAULT_GROUP_NUMEL = 2**25
 CHOICES = {"wire": CodecName, "scope": Scope, "on_nonfinite": OnNonfinite, "average": Average}
 
 
@@ -43,7 +44,7 @@ class Settings:
     What rounding takes off stays in the residual. float64 gradients, and all gradients at density
     1, travel plain."""
 
-    group_numel: GroupNumel = 2**25
+    group_numel: GroupNumel = DEFAULT_GROUP_NUMEL
     """Consecutive buckets are exchanged together until they have this many entries (`oktopk`).
     Small groups hide more of the exchange behind backward; large ones need fewer messages. `auto`
     measures both early in the sparse phase, in steps of the training, and keeps what is faster. Two

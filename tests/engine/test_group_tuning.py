@@ -9,7 +9,6 @@ from oktopk.comm.simulated import single_rank_comm
 from oktopk.engine.buckets import Bucket, grouped
 from oktopk.engine.engine import Engine
 from oktopk.engine.group_tuning import (
-    DEFAULT_GROUP_NUMEL,
     SETTLING_STEPS,
     TRIAL_STEPS,
     GroupTuning,
@@ -17,7 +16,7 @@ from oktopk.engine.group_tuning import (
 )
 from oktopk.errors import StateError
 from oktopk.reducer import Reducer
-from oktopk.settings import Settings
+from oktopk.settings import DEFAULT_GROUP_NUMEL, Settings
 from streams import STREAMS
 
 BUCKETS = [Bucket(numel) for numel in (100, 700, 400, 400, 400)]

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from oktopk.comm.communicator import Comm
 from oktopk.engine.buckets import Bucket, check_indexable, grouped, share_out
-from oktopk.engine.group_tuning import DEFAULT_GROUP_NUMEL, GroupTuning, SavedTuning
+from oktopk.engine.group_tuning import GroupTuning, SavedTuning
 from oktopk.engine.plan import StepPlan, has_quotas, make_plan
 from oktopk.engine.step import Memory, Step
 from oktopk.errors import NonfiniteError
 from oktopk.methods import METHODS
 from oktopk.methods.base import SparseMethod, SparseSum
 from oktopk.methods.state import Count, MethodState, SavedThresholds
-from oktopk.settings import Settings
+from oktopk.settings import DEFAULT_GROUP_NUMEL, Settings
 from oktopk.sparse import acc_dtype
 from oktopk.stats import StepStats
 

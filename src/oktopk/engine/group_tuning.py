@@ -17,7 +17,6 @@ import msgspec
 from oktopk.engine.buckets import Bucket, grouped
 from oktopk.methods.state import Count
 
-DEFAULT_GROUP_NUMEL = 2**25
 NUM_GROUPS = (1, 2, 4)
 """Numbers of groups that are tried, as far as the buckets allow."""
 

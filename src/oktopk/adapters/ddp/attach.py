@@ -37,7 +37,7 @@ from oktopk.methods import METHODS
 from oktopk.methods.cost_model import SHORT_BYTES
 from oktopk.optim.presets import apply_preset, schedule_after_warmup, warn_if_short
 from oktopk.optim.residual_scaling import ResidualScaling
-from oktopk.settings import GroupNumel, OnNonfinite, Scope, Settings
+from oktopk.settings import DEFAULT_GROUP_NUMEL, GroupNumel, OnNonfinite, Scope, Settings
 from oktopk.utils.arguments import choice, integer
 from oktopk.wire.codec import CodecName
 
@@ -62,7 +62,7 @@ def attach(
     policy: Policy | None = None,
     scope: Scope = "model",
     wire: CodecName = "bf16",
-    group_numel: GroupNumel = 2**25,
+    group_numel: GroupNumel = DEFAULT_GROUP_NUMEL,
     exact_every: int = 32,
     bounds_every: int = 64,
     short_bytes: int = SHORT_BYTES,

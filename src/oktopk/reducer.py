@@ -18,6 +18,7 @@ from oktopk.engine import saved_state
 from oktopk.engine.buckets import MAX_INDEXABLE, Bucket
 from oktopk.engine.engine import Engine
 from oktopk.methods.base import Average
+from oktopk.methods.cost_model import SHORT_BYTES
 from oktopk.settings import OnNonfinite, Settings
 from oktopk.stats import Phase, StepStats
 from oktopk.utils.arguments import integer, short_repr
@@ -51,6 +52,7 @@ class Reducer:
         wire: how entries travel: `plain`, `fp32`, `bf16`, `fp16`, `int8`, `int4`, `int2` or `sign`.
         exact_every: steps between exact thresholds (`oktopk`).
         bounds_every: steps between updates of the region bounds (`oktopk`).
+        short_bytes: bytes that a rank may send in a short exchange of two rounds (`oktopk`).
         on_nonfinite: what all ranks do when one has a NaN or Inf: `skip`, `raise` or `deliver`.
         group: the process group; None is the default group, or this process alone.
         comm: a communicator instead of `group`, for instance of simulated ranks
@@ -76,6 +78,7 @@ class Reducer:
         wire: CodecName = "bf16",
         exact_every: int = 32,
         bounds_every: int = 64,
+        short_bytes: int = SHORT_BYTES,
         on_nonfinite: OnNonfinite = "skip",
         group: dist.ProcessGroup | None = None,
         comm: Comm | None = None,
@@ -102,6 +105,7 @@ class Reducer:
             wire=wire,
             exact_every=exact_every,
             bounds_every=bounds_every,
+            short_bytes=short_bytes,
             on_nonfinite=on_nonfinite,
         )
         self.numel = numel

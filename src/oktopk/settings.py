@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from oktopk.methods import METHODS
 from oktopk.methods.base import Average
+from oktopk.methods.cost_model import SHORT_BYTES
 from oktopk.utils.arguments import (
     choice,
     flag,
@@ -19,7 +20,9 @@ from oktopk.utils.arguments import (
 from oktopk.wire.codec import CodecName
 
 Scope = Literal["model", "bucket"]
+GroupNumel = int | Literal["auto"]
 OnNonfinite = Literal["skip", "raise", "deliver"]
+DEFAULT_GROUP_NUMEL = 2**25
 CHOICES = {"wire": CodecName, "scope": Scope, "on_nonfinite": OnNonfinite, "average": Average}
 
 
@@ -45,15 +48,22 @@ class Settings:
     What rounding takes off stays in the residual. float64 gradients, and all gradients at density
     1, travel plain."""
 
-    group_numel: int = 2**25
+    group_numel: GroupNumel = DEFAULT_GROUP_NUMEL
     """Consecutive buckets are exchanged together until they have this many entries (`oktopk`).
-    Small groups hide more of the exchange behind backward; large ones need fewer messages."""
+    Small groups hide more of the exchange behind backward; large ones need fewer messages. `auto`
+    measures both early in the sparse phase, in steps of the training, and keeps what is faster. Two
+    runs may then choose differently, and so end with different bits."""
 
     exact_every: int = 32
     """Steps between exact thresholds over the whole model (`oktopk`; tau' of the paper)."""
 
     bounds_every: int = 64
     """Steps between updates of the region bounds (`oktopk`; tau of the paper)."""
+
+    short_bytes: int = SHORT_BYTES
+    """An exchange takes two rounds instead of four if ranks that send their selections to all
+    others send fewer bytes than this (`oktopk`). More pays where messages travel for long; 0 is
+    never. The bound on words holds all the same, so it is for few ranks: up to 8 with bf16."""
 
     average: Average = "all"
     """Divide a sum by the number of `all` ranks, or of the `senders` of that entry. Ranks send
@@ -104,7 +114,8 @@ class Settings:
         if not isinstance(self.method, str) or self.method not in METHODS:
             known = ", ".join(METHODS)
             raise ValueError(f"unknown method {short_repr(self.method)}; known methods: {known}")
-        least = {"warmup_steps": 0, "exact_every": 1, "bounds_every": 1, "group_numel": 1}
+        least = {"warmup_steps": 0, "exact_every": 1, "bounds_every": 1, "short_bytes": 0}
+        least |= {} if self.group_numel == "auto" else {"group_numel": 1}
         for name, lowest in least.items():
             self._set(name, integer(name, getattr(self, name), least=lowest))
         self._set("density", _density(self.density))

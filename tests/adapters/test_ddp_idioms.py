@@ -104,7 +104,8 @@ def run_and_watch(group, steps: int, attached: dict, policy: dict | None = None)
 
 @pytest.mark.parametrize("least", [1, 2**25])
 def test_stats_of_every_step_are_complete(worlds, least):
-    for seen in worlds.run(2, run_and_watch, 40, SPARSE | {"group_numel": least}):
+    asked = SPARSE | {"group_numel": least, "short_bytes": 0}
+    for seen in worlds.run(2, run_and_watch, 40, asked):
         assert [s.step for s in seen] == list(range(40))
         assert {s.phase for s in seen[:3]} == {"dense"}
         assert {s.phase for s in seen[3:]} == {"sparse"}

@@ -89,6 +89,7 @@ def waits_of(comm: Comm, num_buckets: int, steps: int, **more) -> list[list[str]
 
 
 PER_STEP, PER_GROUP, PER_EXACT_STEP = 1, 7, 5
+PER_SHORT_GROUP = 6
 
 
 def waits_for_sizes(P: int) -> int:
@@ -108,16 +109,26 @@ def test_the_host_waits_a_handful_of_times_whatever_the_ranks_and_buckets(
     usual = PER_STEP + PER_GROUP + (num_buckets > 1)
     if wire == "int4":
         usual += waits_for_sizes(P)
-    for rank in simulate(P, lambda comm: waits_of(comm, num_buckets, 5, wire=wire)):
+    for rank in simulate(P, lambda comm: waits_of(comm, num_buckets, 5, wire=wire, short_bytes=0)):
         *_, last = rank
         assert len(last) == usual, last
         assert {len(step) for step in rank} <= {usual, usual + PER_EXACT_STEP}
 
 
+@pytest.mark.parametrize(
+    ("P", "num_buckets", "wire"), [*product([2, 4, 8], [1, 5], ["bf16"]), (4, 5, "int4")]
+)
+def test_a_short_exchange_waits_less_often(any_device, P, num_buckets, wire):
+    """Also on steps with an exact selection: there is no threshold to agree on."""
+    usual = PER_STEP + PER_SHORT_GROUP + (num_buckets > 1) + (wire == "int4")
+    for rank in simulate(P, lambda comm: waits_of(comm, num_buckets, 5, wire=wire)):
+        assert {len(step) for step in rank} == {usual}, rank[-1]
+
+
 def test_every_group_waits_by_itself(any_device):
     """Five groups of one bucket each: nothing but the number of groups counts."""
     most = PER_STEP + 5 * (PER_GROUP + PER_EXACT_STEP)
-    for rank in simulate(3, lambda comm: waits_of(comm, 5, 8, group_numel=1)):
+    for rank in simulate(3, lambda comm: waits_of(comm, 5, 8, group_numel=1, short_bytes=0)):
         assert all(len(step) <= most for step in rank), [len(step) for step in rank]
 
 

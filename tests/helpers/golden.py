@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
 from idioms import Net, batch
+from laws import WAYS
 
 RECORDED = Path(__file__).with_suffix(".json")
 STEPS = 40
@@ -69,20 +70,20 @@ def without_oktopk() -> str:
     return digest(dict(net.named_parameters()))
 
 
-def started(group, method: str, wire: str, preset: str):
+def started(group, way: str, wire: str, preset: str):
     torch.manual_seed(0)
     model = DistributedDataParallel(Net(), process_group=group, bucket_cap_mb=0.02)
     optimizer, schedule = optimizer_of(model.module, preset)
     told = {} if preset == "none" else {"optimizer": optimizer}
     handle = oktopk.attach(
         model,
-        method=method,
         density=0.05,
         warmup_steps=6,
         wire=wire,
         exact_every=8,
         bounds_every=8,
         group_numel=2000,
+        **WAYS[way],
         **told,
     )
     return model, optimizer, schedule, handle
@@ -104,10 +105,8 @@ def take_steps(group, parts, steps: range) -> str:
 def trained(group) -> dict[str, str]:
     """Digests of the weights for every method, wire format and preset."""
     return {
-        f"{method} {wire} {preset}": take_steps(
-            group, started(group, method, wire, preset), range(STEPS)
-        )
-        for method in oktopk.METHODS
+        f"{way} {wire} {preset}": take_steps(group, started(group, way, wire, preset), range(STEPS))
+        for way in WAYS
         for wire in WIRES
         for preset in PRESETS
     }

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from laws import (
+    WAYS,
     assert_all_agree,
     assert_k_means_k,
     assert_nothing_is_lost,
@@ -24,7 +25,7 @@ from streams import STREAMS
 from worlds import MIXED, SIZES
 
 N, DENSITY, STEPS = 2000, 0.02, 100
-over_methods = pytest.mark.parametrize("method", METHODS)
+over_methods = pytest.mark.parametrize("method", WAYS)
 
 # ranks, and threads of each; in `make test` several threads at 1 and 3 ranks only
 ALWAYS = [*((P, 1) for P in SIZES), (1, 2), (1, 4), (3, 2), (3, 4), (3, MIXED)]
@@ -59,28 +60,35 @@ ADAPTERS = {
 }
 
 
+LONG_PATH = [("flat", P, 1) for P in SIZES] + [("flat", 3, 4), ("flat by senders", 3, 4)]
+"""Where the laws also hold if no exchange of `oktopk` is a short one."""
+
+
 def cases(several_only: bool = False):
+    """Adapter, ranks, threads and method."""
     always = [("flat", *case) for case in ALWAYS]
     always += [(name, *case) for name in ADAPTERS if name != "flat" for case in FEW]
     slow = [("flat", *case) for case in SLOW]
     slow += [(name, *case) for name in ADAPTERS if name != "flat" for case in MORE]
-    every = [*always, *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]
-    if several_only:
-        every = [
-            case for case in every if (case if isinstance(case, tuple) else case.values)[2] != 1
-        ]
-    return every
+    return [
+        pytest.param(*case, method, marks=[pytest.mark.slow] if case in slow else [])
+        for case in [*always, *slow]
+        for method in WAYS
+        if not (several_only and case[2] == 1)
+        if method in METHODS or case in LONG_PATH
+    ]
 
 
-over_worlds = pytest.mark.parametrize(("adapter", "P", "threads"), cases())
-over_threads = pytest.mark.parametrize(("adapter", "P", "threads"), cases(several_only=True))
+over_worlds = pytest.mark.parametrize(("adapter", "P", "threads", "method"), cases())
+over_threads = pytest.mark.parametrize(("adapter", "P", "threads", "method"), cases(True))
 
 
 def long_enough(P, method, threads) -> int:
     """Steps: beyond new thresholds and bounds where a method has them."""
+    is_oktopk = WAYS[method]["method"] == "oktopk"
     if threads != 1:  # only `oktopk` uses them
-        return 40 if method == "oktopk" else 4
-    return STEPS if method == "oktopk" or P == 3 else 12
+        return 40 if is_oktopk else 4
+    return STEPS if is_oktopk or P == 3 else 12
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +102,6 @@ def long_run(world):
     return cache(run)
 
 
-@over_methods
 @over_worlds
 class TestInRealProcesses:
     def test_nothing_is_lost(self, long_run, adapter, P, method, threads):
@@ -143,7 +150,6 @@ class TestInRealProcesses:
                 assert ranks[0][step].residual.abs().max() <= 1e-15
 
 
-@over_methods
 @over_threads
 def test_threads_change_no_bit(world, long_run, adapter, P, threads, method):
     several, one = long_run(adapter, P, method, threads), long_run(adapter, P, method, 1)

@@ -26,6 +26,8 @@ from oktopk.settings import Settings
 from oktopk.sparse import Sparse
 from streams import STREAMS
 
+LONG = "oktopk, long path"
+
 
 @pytest.mark.parametrize(
     ("stream", "steps"),
@@ -38,7 +40,7 @@ from streams import STREAMS
     ],
 )
 def test_counts_stay_near_k_for_hundreds_of_steps(stream, steps):
-    ranks = simulated(4, "oktopk", 5000, 0.02, stream, steps, torch.float32)
+    ranks = simulated(4, LONG, 5000, 0.02, stream, steps, torch.float32)
     assert_k_means_k(ranks, "oktopk")
     assert_bill_is_bounded(ranks, value_bytes=4)
     assert_all_agree(ranks)
@@ -47,7 +49,7 @@ def test_counts_stay_near_k_for_hundreds_of_steps(stream, steps):
 @pytest.mark.parametrize("stream", ["jumping", "zeros", "ties", "skewed", "some_ranks_empty"])
 @pytest.mark.parametrize("P", [2, 3, 8])
 def test_bill_and_cap_hold_whatever_the_gradients_do(P, stream):
-    ranks = simulated(P, "oktopk", 3000, 0.02, stream, 34)
+    ranks = simulated(P, LONG, 3000, 0.02, stream, 34)
     assert_bill_is_bounded(ranks)
     assert_nothing_is_lost(ranks, tolerance=1e-12)
     for done in ranks:
@@ -58,7 +60,7 @@ def test_bill_and_cap_hold_whatever_the_gradients_do(P, stream):
 
 def test_a_jump_of_scale_is_met_in_the_same_step():
     """From zero, up and down by 1000: no step keeps too few or too many, not even the first."""
-    for done in simulated(4, "oktopk", 3000, 0.02, "jumping", 60):
+    for done in simulated(4, LONG, 3000, 0.02, "jumping", 60):
         for step in done:
             if step.acc.count_nonzero() > 100:
                 assert 0.9 * 60 <= step.stats.local <= 60, step.stats
@@ -70,7 +72,7 @@ def test_words_do_not_grow_with_the_number_of_ranks(most):
     """The mean over ranks is 4k(P-1)/P words: the same at 8 and at 256 but for (P-1)/P."""
     k, words = 800, {}
     for P, steps in ((8, 12), (16, 6), (most, 2)):
-        ranks = simulated(P, "oktopk", 40_000, 0.02, "heavy", steps, torch.float32, wire="plain")
+        ranks = simulated(P, LONG, 40_000, 0.02, "heavy", steps, torch.float32, wire="plain")
         assert_bill_is_bounded(ranks, value_bytes=4)
         payload = [s.stats.bytes_sent - s.stats.bytes_header for done in ranks for s in done]
         words[P] = sum(payload) / len(payload) / 4 / ((P - 1) / P)
@@ -81,7 +83,7 @@ def test_words_do_not_grow_with_the_number_of_ranks(most):
 def test_ranks_in_each_others_regions_still_get_a_full_result():
     """At 2 to 5 ranks the mean of their cuts may be the worst there is; one owner mends it."""
     for P in (2, 3, 4, 5):
-        ranks = simulated(P, "oktopk", 10_000, 0.02, "apart", 70)
+        ranks = simulated(P, LONG, 10_000, 0.02, "apart", 70)
         assert_bill_is_bounded(ranks)
         assert_nothing_is_lost(ranks, tolerance=1e-12)
         short = [s.stats.step for s in ranks[0] if s.stats.result < 0.9 * s.stats.k]
@@ -91,7 +93,7 @@ def test_ranks_in_each_others_regions_still_get_a_full_result():
 @pytest.mark.parametrize("every", [1, 7])
 def test_bounds_and_thresholds_are_renewed_when_they_are_due(every):
     more = {"exact_every": every, "bounds_every": every}
-    done = simulated(3, "oktopk", 2000, 0.05, "gaussian", 29, **more)[0]
+    done = simulated(3, LONG, 2000, 0.05, "gaussian", 29, **more)[0]
     for step in done:
         due = step.stats.step % every == 0
         assert ("threshold" in step.stats.stages) >= due
@@ -197,7 +199,7 @@ def test_what_is_affordable_stays_within_the_bound(size, k, data):
 
 
 def test_balance_happens_when_one_rank_holds_the_result():
-    ranks = simulated(8, "oktopk", 4000, 0.02, "skewed", 60)
+    ranks = simulated(8, LONG, 4000, 0.02, "skewed", 60)
     stages = {stage for done in ranks for step in done for stage in step.stats.stages}
     assert "balance" in stages
     assert max(step.stats.imbalance for step in ranks[0]) > 4
@@ -206,18 +208,22 @@ def test_balance_happens_when_one_rank_holds_the_result():
 
 def test_a_threshold_step_costs_no_spike():
     """The reference gathers every non-zero on threshold steps; here they cost a few kilobytes."""
-    done = simulated(8, "oktopk", 60_000, 0.02, "heavy", 34, torch.float32)[0]
+    done = simulated(8, LONG, 60_000, 0.02, "heavy", 34, torch.float32)[0]
     exact, reuse = done[32].stats, done[31].stats
     assert "threshold" in exact.stages and "threshold" not in reuse.stages
     assert exact.bytes_sent - exact.bytes_header <= 1.2 * (reuse.bytes_sent - reuse.bytes_header)
     assert exact.bytes_header <= 10_000
 
 
+@pytest.mark.parametrize("short_bytes", [0, 700, 2**16])
 @pytest.mark.parametrize("group", [1, 2500, 10**9])
-def test_groups_of_buckets_lose_nothing_and_keep_k(group):
-    """Several groups have quotas; one has the whole model; both count k over the model."""
+def test_groups_of_buckets_lose_nothing_and_keep_k(group, short_bytes):
+    """Several groups have quotas; one has the whole model; both count k over the model.
+
+    With 700 bytes, groups go the short path and the steps that set quotas the long one.
+    """
     numels, k = [1000, 1500, 500, 2000], 100
-    asked = Settings(density=k / 5000, group_numel=group)
+    asked = Settings(density=k / 5000, group_numel=group, short_bytes=short_bytes)
 
     def main(comm):
         engine = Engine(asked, comm, [Bucket(numel) for numel in numels])

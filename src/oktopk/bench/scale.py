@@ -19,12 +19,14 @@ from oktopk.comm.communicator import Comm
 from oktopk.comm.simulated import SimulatedGroup, SimulatedTransport, simulate
 from oktopk.methods import METHODS
 from oktopk.methods.cost_model import KernelSpeed, Link, Work
+from oktopk.methods.ok_topk.short_path import is_short_work
 from oktopk.reducer import Reducer
 from oktopk.settings import num_kept
 from oktopk.wire.codec import entry_bits
 
 MAX_SIMULATED = {"topka": 32, "oktopk": 256}  # ranks; with topka every rank reads all entries
 MIN_ENTRIES = 128  # that a rank sends to another, so that rounding up to words does not matter
+NO_LIMIT = 2**40  # bytes
 STEPS = {"topka": 1, "oktopk": 4}  # oktopk's thresholds need a few steps to settle
 
 
@@ -69,11 +71,13 @@ def scaled(
         return ScaledStep(method, size, cost.bytes, cost.seconds(link, speed), False)
     small = min(numel, max(2**16, round(MIN_ENTRIES * size / density)))
     factor = numel / small
+    short_bytes = NO_LIMIT if is_short_work(work) else 0  # the smaller gradient goes the same way
 
     def main(comm: Comm) -> tuple[float, list[int]]:
         transport = comm.transport
         assert isinstance(transport, TimedTransport)
-        reducer = Reducer(small, method=method, density=density, comm=comm)
+        how = {"density": density, "comm": comm, "short_bytes": short_bytes}
+        reducer = Reducer(small, method=method, **how)
         variants = gradients([small], comm.rank, 2)
         for step in range(STEPS[method] - 1):
             reducer.reduce_(variants[step % 2].clone())

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from oktopk.comm.communicator import Comm
 from oktopk.engine.buckets import Bucket, check_indexable, grouped, share_out
+from oktopk.engine.group_tuning import GroupTuning, SavedTuning
 from oktopk.engine.plan import StepPlan, has_quotas, make_plan
 from oktopk.engine.step import Memory, Step
 from oktopk.errors import NonfiniteError
 from oktopk.methods import METHODS
 from oktopk.methods.base import SparseMethod, SparseSum
 from oktopk.methods.state import Count, MethodState, SavedThresholds
-from oktopk.settings import Settings
+from oktopk.settings import DEFAULT_GROUP_NUMEL, Settings
 from oktopk.sparse import acc_dtype
 from oktopk.stats import StepStats
 
@@ -45,6 +46,8 @@ class SavedEngine(msgspec.Struct, frozen=True, kw_only=True):
     quotas: list[Count]
     group_states: list[SavedThresholds]
     model_state: SavedThresholds
+    tuning: SavedTuning | None = None
+    """Of the size of groups, where it is measured."""
 
 
 class Engine:
@@ -60,19 +63,36 @@ class Engine:
         self.lock = RLock()
         """Held while the state changes. Hold it to read several parts of the state together."""
 
+        automatic = settings.group_numel == "auto"
+        self.group_numel: int = DEFAULT_GROUP_NUMEL if automatic else settings.group_numel
+        """Entries that make a group (`Settings.group_numel`)."""
+
+        self.tuning = GroupTuning() if automatic else None
         self.set_buckets(buckets)
+
+    def regroup(self, group_numel: int) -> None:
+        """Exchange the same buckets in groups of another size. The residual stays as it is."""
+        with self.lock:
+            self.group_numel = group_numel
+            if grouped(list(self.buckets.items), self._min_group_numel) == self.buckets:
+                return
+            residual, spare = self.residual, self._spare
+            self.set_buckets(list(self.buckets.items))
+            self.residual, self._spare = residual, spare
 
     def set_buckets(self, buckets: list[Bucket]) -> None:
         """Use other buckets from now on. The caller carries the residual over."""
         self.buckets = grouped(buckets, self._min_group_numel)
         quotas_are_set = has_quotas(self.settings, self.buckets)
         exact_every = NEVER if quotas_are_set else self.settings.exact_every
-        bounds_every = self.settings.bounds_every
+        given = {
+            "bounds_every": self.settings.bounds_every,
+            "short_bytes": self.settings.short_bytes,
+        }
         self.group_states = [
-            MethodState(exact_every=exact_every, bounds_every=bounds_every)
-            for _ in self.buckets.groups
+            MethodState(exact_every=exact_every, **given) for _ in self.buckets.groups
         ]
-        self.model_state = MethodState(exact_every=1, bounds_every=bounds_every)
+        self.model_state = MethodState(exact_every=1, **given)
         """For steps in which the whole model is one group."""
 
         self.quotas: list[int] = []
@@ -84,13 +104,25 @@ class Engine:
         """Memory for the next `acc`: fresh memory costs a CPU one fault per page."""
 
     @property
+    def has_fixed_groups(self) -> bool:
+        """Whether the groups do not depend on `group_numel`.
+
+        With scope "bucket" every bucket is a group. A method that proposes no candidates must see
+        the model.
+        """
+        return self.settings.scope == "bucket" or not self._proposes
+
+    @property
+    def _proposes(self) -> bool:
+        method = METHODS[self.settings.method]
+        return isinstance(method, SparseMethod) and method.propose is not None
+
+    @property
     def _min_group_numel(self) -> int:
-        """Entries that make a group; a method that proposes no candidates must see the model."""
+        """Entries that make a group."""
         if self.settings.scope == "bucket":
             return 1
-        method = METHODS[self.settings.method]
-        proposes = isinstance(method, SparseMethod) and method.propose is not None
-        return self.settings.group_numel if proposes else NEVER
+        return self.group_numel if self._proposes else NEVER
 
     def plan(self) -> StepPlan:
         """The plan of the next step."""
@@ -192,11 +224,15 @@ class Engine:
             quotas=list(self.quotas),
             group_states=[state.save() for state in self.group_states],
             model_state=self.model_state.save(),
+            tuning=self.tuning and self.tuning.save(),
         )
 
     def load(self, saved: SavedEngine) -> None:
         """Bit-exact for the same groups of buckets; else only the counters are taken over."""
         self.step, self.skipped = saved.step, saved.skipped
+        if self.tuning is not None and saved.tuning is not None:
+            self.tuning.load(saved.tuning)
+            self.regroup(self.tuning.group_numel_at(saved.step, self.group_numel))
         if not self._has_same_groups(saved):
             return
         self.quotas = list(saved.quotas)
@@ -219,7 +255,8 @@ class Engine:
     def shared(self) -> str:
         """A digest of what must be the same on every rank before a step."""
         states = [state.shared() for state in (*self.group_states, self.model_state)]
-        return sha256(repr((self.step, self.quotas, states)).encode()).hexdigest()[:12]
+        tuned = self.tuning and (self.tuning.start, self.tuning.choices, self.tuning.chosen)
+        return sha256(repr((self.step, self.quotas, states, tuned)).encode()).hexdigest()[:12]
 
     def _memory(self, plan: StepPlan, like: Tensor) -> Memory:
         """The residual before the step, zero before the first sparse step, and memory for `acc`."""

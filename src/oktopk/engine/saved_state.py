@@ -196,6 +196,11 @@ def _check_numbers(metadata: SavedMetadata) -> None:
 def _check_engine(engine: SavedEngine, world_size: int) -> None:
     if engine.skipped > engine.step:
         raise StateError(f"the state is of {engine.step} steps, {engine.skipped} of them skipped")
+    tuning = engine.tuning
+    if tuning is not None and len(tuning.times) != len(tuning.choices):
+        raise StateError(
+            f"the state has times of {len(tuning.times)} groupings, {len(tuning.choices)} expected"
+        )
     for thresholds in (*engine.group_states, engine.model_state):
         for estimate in (thresholds.local, thresholds.result):
             if estimate is not None and not (estimate[0] >= 0 and 0 < estimate[1] < 1e6):

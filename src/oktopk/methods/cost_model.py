@@ -9,6 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+SHORT_BYTES = 96 * 2**10
+"""Bytes that a rank may send in the short exchange of `oktopk` (`Settings.short_bytes`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -49,6 +52,9 @@ class Work:
     size_rounds: int = 0
     """Rounds of headers more before a gather of sums: 1 with a codec whose sizes do not follow from
     the counts (`oktopk.wire.codec.size_rounds`)."""
+
+    short_bytes: int = SHORT_BYTES
+    """Bytes that a rank may send in a short exchange (`Settings.short_bytes`)."""
 
     @property
     def entry_bytes(self) -> float:

@@ -34,10 +34,24 @@ def top_entries(sparse: Sparse, k: int) -> Sparse:
         return empty(sparse.numel, sparse.values)
     if sparse.num <= k:
         return sparse
-    threshold = as_threshold(kernels.kth_magnitude(sparse.values, k), sparse.values)
-    chosen, num_reaching = kernels.select(sparse.values, threshold, sparse.num)
-    kept = Sparse(sparse.indices[chosen.indices.long()], chosen.values, sparse.numel)
-    return kept if num_reaching <= k else without_ties(kept, threshold, k)
+    where = largest_positions(sparse.values, k)
+    return Sparse(sparse.indices[where], sparse.values[where], sparse.numel)
+
+
+def largest_positions(values: Tensor, k: int) -> Tensor:
+    """Where the k largest of more than k values are, ascending. Ties go to the first.
+
+    A value of 0 counts: it may be a sum that cancelled. The host waits once, for the k-th value.
+    """
+    if k <= 0:
+        return torch.empty(0, dtype=torch.int64, device=values.device)
+    kth = kernels.kth_magnitude(values, k)
+    magnitudes, threshold = values.abs(), math.inf if math.isnan(kth) else kth
+    above = ~(magnitudes <= threshold)  # written so that a NaN is above
+    tied = magnitudes == threshold
+    keep = above | (tied & (tied.cumsum(0) <= k - above.sum()))
+    # more than k are above the threshold if more than k are NaN
+    return kernels.nonzero_counted(keep & (keep.cumsum(0) <= k), k)
 
 
 def without_ties(sparse: Sparse, threshold: float, k: int) -> Sparse:

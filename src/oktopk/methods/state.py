@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from oktopk.methods.cost_model import SHORT_BYTES
 from oktopk.sparse import EntryBuffer
 
 MIN_SLOPE, MAX_SLOPE = 0.5, 64.0
@@ -74,6 +75,9 @@ class MethodState:
 
     bounds_every: int = 64
     """Steps between updates of the region bounds (tau of the paper)."""
+
+    short_bytes: int = SHORT_BYTES
+    """Bytes that a rank may send on the short path (`Settings.short_bytes`)."""
 
     step: int = 0
     """Sparse steps finished."""

@@ -57,6 +57,12 @@ LONGEST_NAME = 100
 LONGEST_PATH = 4096
 
 
+def check_group_numel(text: str) -> None:
+    """ValueError if the text is neither `auto` nor a whole number of entries."""
+    if text != "auto" and not (text.isdecimal() and text.isascii() and 0 < int(text) < 2**62):
+        raise ValueError(f"group_numel must be auto or a whole number from 1, got {shown(text)}")
+
+
 def check_type(name: str, value: Any, kind: type) -> None:
     fits = isinstance(value, (int, float) if kind is float else kind)
     if not fits or (isinstance(value, bool) and kind is not bool):

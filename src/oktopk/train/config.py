@@ -20,8 +20,15 @@ from oktopk.baselines.names import BASELINE_NAMES
 from oktopk.launch.network import check_network
 from oktopk.methods import METHODS
 from oktopk.optim.presets import FIELDS as PRESET_FIELDS
-from oktopk.settings import Scope
-from oktopk.train.bounds import LONGEST_NAME, RANGES, SMALLEST_RATE, check_type, shown
+from oktopk.settings import DEFAULT_GROUP_NUMEL, Scope
+from oktopk.train.bounds import (
+    LONGEST_NAME,
+    RANGES,
+    SMALLEST_RATE,
+    check_group_numel,
+    check_type,
+    shown,
+)
 from oktopk.train.option import check_bounds, check_types, option, specs_of
 from oktopk.train.preset_options import EXAMPLE, FOR_ADAM, parse_overrides
 from oktopk.train.tasks.base import TaskOptions
@@ -119,6 +126,10 @@ class Config:
     ramp_steps: int = option(0, "steps after the warm-up in which the density falls from 25 %")
     exact_every: int = option(32, "steps between exact thresholds over the whole model")
     bounds_every: int = option(64, "steps between updates of the region bounds")
+    group_numel: str = option(
+        str(DEFAULT_GROUP_NUMEL),
+        "entries of consecutive buckets that are exchanged together, or auto: as measured",
+    )
     scope: str = option(
         "model", "select entries of the whole model or of every bucket", *get_args(Scope)
     )
@@ -172,6 +183,7 @@ class Config:
             check_bounds(name, getattr(self, name), bounds)
         if self.network:
             check_network(self.network)
+        check_group_numel(self.group_numel)
         self._check_combinations()
 
     def _check_combinations(self) -> None:

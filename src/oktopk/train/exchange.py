@@ -311,4 +311,5 @@ def exchange_options(config: Config) -> dict[str, Any]:
         options
         | preset_options(config.preset, config.overrides)
         | {"clip_before": config.clip_before or None}
+        | {"group_numel": "auto" if config.group_numel == "auto" else int(config.group_numel)}
     )

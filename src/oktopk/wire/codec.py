@@ -78,6 +78,16 @@ def max_words(entries: EntryRange, codec_name: CodecName, dtype: torch.dtype) ->
     return min(packed, PLAIN.num_words(entries, dtype))
 
 
+def most_words(entries: EntryRange, codec_name: CodecName, dtype: torch.dtype) -> int:
+    """A size in words that `entries.count` entries do not exceed, and no smaller number of them.
+
+    With fewer entries Elias-Fano codes take no more bits, but their two parts are rounded up to
+    words separately, which may take one more.
+    """
+    most = max_words(entries, codec_name, dtype) + 1
+    return min(most, PLAIN.num_words(entries, dtype))
+
+
 def entry_bits(codec_name: CodecName, density: float) -> float:
     """Bits on the wire of one float32 entry, when many are spread evenly at this density.
 

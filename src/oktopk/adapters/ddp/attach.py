@@ -34,9 +34,10 @@ from oktopk.adapters.policy import Policy
 from oktopk.adapters.validation import check_types, is_on_cuda, time_limit
 from oktopk.comm.communicator import Comm
 from oktopk.methods import METHODS
+from oktopk.methods.cost_model import SHORT_BYTES
 from oktopk.optim.presets import apply_preset, schedule_after_warmup, warn_if_short
 from oktopk.optim.residual_scaling import ResidualScaling
-from oktopk.settings import OnNonfinite, Scope, Settings
+from oktopk.settings import DEFAULT_GROUP_NUMEL, GroupNumel, OnNonfinite, Scope, Settings
 from oktopk.utils.arguments import choice, integer
 from oktopk.wire.codec import CodecName
 
@@ -61,9 +62,10 @@ def attach(
     policy: Policy | None = None,
     scope: Scope = "model",
     wire: CodecName = "bf16",
-    group_numel: int = 2**25,
+    group_numel: GroupNumel = DEFAULT_GROUP_NUMEL,
     exact_every: int = 32,
     bounds_every: int = 64,
+    short_bytes: int = SHORT_BYTES,
     on_nonfinite: OnNonfinite | None = None,
     on_step: OnStep | None = None,
     check_every: int = 100,
@@ -98,9 +100,11 @@ def attach(
         scope: select the k largest entries of the whole `model`, or of every `bucket`.
         wire: how entries travel: `plain`, `fp32`, `bf16`, `fp16`, `int8`, `int4`, `int2` or
             `sign`; the fewer bits, the more rounding stays in the residual.
-        group_numel: entries of consecutive buckets that are exchanged together (`oktopk`).
+        group_numel: entries of consecutive buckets that are exchanged together (`oktopk`), or
+            `auto`: as measured in the first sparse steps. The choice is logged and saved.
         exact_every: steps between exact thresholds over the whole model (`oktopk`).
         bounds_every: steps between updates of the region bounds (`oktopk`).
+        short_bytes: bytes that a rank may send in a short exchange of two rounds (`oktopk`).
         on_nonfinite: what all ranks do when one has a NaN or Inf: `skip` the step, `raise`, or
             `deliver` NaN. None: deliver with a scaler, else skip.
         on_step: called with the `StepStats` of every finished step, on the communication thread: it
@@ -138,6 +142,7 @@ def attach(
         group_numel=group_numel,
         exact_every=exact_every,
         bounds_every=bounds_every,
+        short_bytes=short_bytes,
         on_nonfinite=on_nonfinite,
         **chosen,
     )

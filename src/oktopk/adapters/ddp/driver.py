@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from time import perf_counter
 
+import torch
 from torch import Tensor
 
 from oktopk.adapters.clipping import clip_
-from oktopk.adapters.ddp.bucket_tracker import BucketTracker
+from oktopk.adapters.ddp.bucket_tracker import SETTLED, BucketTracker
 from oktopk.adapters.ddp.communication_thread import ReadyBucket, share
 from oktopk.adapters.ddp.parameters import DDPParameterLayout
 from oktopk.adapters.driver import Driver, OnStep
 from oktopk.comm.communicator import Comm
 from oktopk.comm.replica_check import check_replicas
 from oktopk.engine.buckets import Layout
+from oktopk.engine.group_tuning import FIRST_STEPS, GroupTuning
 from oktopk.engine.step import Step
 from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.settings import Settings
+from oktopk.utils.device import to_device, to_host
 
 log = logging.getLogger("oktopk")
 
@@ -66,6 +70,12 @@ class StepDriver(Driver[DDPParameterLayout]):
         self._overlapped: list[tuple[int, ...]] = []
         """Signatures of DDP's buckets, once each is exchanged as it arrives; empty before."""
 
+        self.clock = perf_counter
+        """Times steps, where the size of groups is measured."""
+
+        self._begun_at: float | None = None
+        """When the first bucket of this step came; None if the step does not overlap."""
+
         self._waiting: list[ReadyBucket] = []
         self._step: Step | None = None
         self._copies: list[Tensor] | None = None
@@ -87,6 +97,7 @@ class StepDriver(Driver[DDPParameterLayout]):
         """Take one bucket; with the last one the step ends."""
         if ready.index == 0:
             self._waiting = []
+            self._begun_at = self.clock() if self._overlapped else None
             self.discard_step()  # of a backward that raised before its last bucket
         self._waiting.append(ready)
         overlaps = bool(self._overlapped)
@@ -137,6 +148,7 @@ class StepDriver(Driver[DDPParameterLayout]):
         self._copies = copies
 
     def _begin(self, like: Tensor) -> Step:
+        self._tune_groups()
         self._rescale_residual()
         step = self.engine.begin(like)  # from here on all traffic counts for this step
         plan, buckets = step.plan, self.engine.buckets
@@ -160,6 +172,51 @@ class StepDriver(Driver[DDPParameterLayout]):
                 raise
         return step
 
+    def _tune_groups(self) -> None:
+        """Group the buckets as this step is to be measured, or as all ranks choose now."""
+        tuning, engine = self.engine.tuning, self.engine
+        if tuning is None or tuning.chosen is not None:
+            return
+        with engine.lock:
+            if not tuning.choices and engine.step >= self._first_settled_step:
+                self._plan_trials(tuning)
+            if tuning.is_due(engine.step):
+                medians = to_device(tuning.medians(), torch.int64, self.parameters.device)
+                (totals,) = to_host(self.comm.all_reduce_header(medians, stage="groups"))
+                tuning.choose(totals)
+                self._log_choice(tuning, totals)
+            engine.regroup(tuning.group_numel_at(engine.step, engine.group_numel))
+
+    @property
+    def _first_settled_step(self) -> int:
+        """The first sparse step with the buckets that DDP keeps."""
+        return max(self.engine.settings.warmup_steps, SETTLED)
+
+    def _plan_trials(self, tuning: GroupTuning) -> None:
+        settings, engine = self.engine.settings, self.engine
+        falling = max(settings.falling_steps, FIRST_STEPS)
+        # a run that is resumed without trials in its state has buckets that are not settled
+        start = max(settings.warmup_steps + falling, engine.step + SETTLED)
+        may_overlap = self._options.overlaps and self._options.clip_before is None
+        if engine.has_fixed_groups or not may_overlap:
+            tuning.chosen = engine.group_numel
+        else:
+            tuning.plan(start, list(engine.buckets.items))
+
+    def _log_choice(self, tuning: GroupTuning, totals: list[int]) -> None:
+        if self.comm.rank == 0:
+            took = ", ".join(
+                f"{num} entries: {total / self.comm.size / 1e3:.1f} ms"
+                for num, total in zip(tuning.choices, totals, strict=True)
+            )
+            log.info(
+                "step %d: group_numel is %d from now on; from the first bucket to the end a step "
+                "took, with groups of at least %s",
+                self.engine.step,
+                tuning.chosen,
+                took,
+            )
+
     def _check_replicas(self, step: int) -> None:
         flags = {"joined": self.joined, "has_joined": self.has_joined}
         check_replicas(self.parameters.parameters, self.comm, step, **flags)
@@ -178,8 +235,12 @@ class StepDriver(Driver[DDPParameterLayout]):
 
     def _finish(self, last: ReadyBucket) -> None:
         assert self._step is not None
+        plan = self._step.plan
         stats = self.engine.finish(self._step, waited_since=last.at)
         self._step = None
+        if self.engine.tuning and self._begun_at is not None and not plan.whole_model:
+            with self.engine.lock:
+                self.engine.tuning.record(plan.step, self.clock() - self._begun_at)
         if self._copies is not None:
             self.parameters.copy_back(self._copies, self._waiting, self.layout)
             self._copies = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from oktopk.comm.communicator import Comm
+from oktopk.methods import allgather
 from oktopk.methods.base import (
     Average,
     SparseMethod,
@@ -19,6 +20,7 @@ from oktopk.methods.base import (
     imbalance,
 )
 from oktopk.methods.cost_model import Cost, Work
+from oktopk.methods.ok_topk import short_path
 from oktopk.methods.ok_topk.balance import gather
 from oktopk.methods.ok_topk.global_threshold import select_globally
 from oktopk.methods.ok_topk.regions import balanced_bounds, single_owner_bounds, split_reduce
@@ -40,9 +42,14 @@ def exchange(
     """Sum the selections of all ranks and keep about k sums. At most 6k(P-1)/P words, whatever P.
 
     `balance.max_entries` has the exact bound. The largest sums are kept, also where each is then
-    divided by the number of its senders: entries that many ranks agree on go first.
+    divided by the number of its senders: entries that many ranks agree on go first. A small
+    exchange takes the short path.
     """
     codec = codec_for(local.values, codec)
+    shape = k, local.numel, dense_part.numel(), local.values.dtype
+    if short_path.is_short(*shape, codec, comm.size, state.short_bytes):
+        state.step += 1
+        return short_path.exchange(local, dense_part, k, codec, comm, average)
     due = state.bounds is None or state.step % state.bounds_every == 0 or state.uneven
     if state.bounds is None or (due and not state.single_owner):
         state.bounds = balanced_bounds(local, comm)
@@ -77,7 +84,9 @@ def exchange(
 
 
 def cost(work: Work) -> Cost:
-    """k entries to the owners of their regions, then k sums to everyone."""
+    """k entries to the owners of their regions, then k sums to everyone; or the short path."""
+    if short_path.is_short_work(work):
+        return allgather.cost(work)
     share = (work.size - 1) / work.size
     return Cost(
         rounds=4 + work.size_rounds,

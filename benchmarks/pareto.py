@@ -34,14 +34,14 @@ SPARSELOCO_DENSITY = 64 / 4096  # of the paper: 64 of every 4,096
 # 480 steps are a multiple of every `every`: a run ends with an exchange, whose bytes are counted
 TEXT = {
     "max_steps": 480, "lr_steps": 480, "batch": 8, "layers": 3, "heads": 4, "width": 96,
-    "lr": 3e-3, "lr_warmup": 0, "lr_final": 0.1, "beta2": 0.95, "weight_decay": 0.1,
+    "lr": 3e-3, "lr_warmup": 48, "lr_final": 0.1, "beta2": 0.95, "weight_decay": 0.1,
     "clip_after": 1.0, "warmup_steps": 24, "ramp_steps": 48, "validate_steps": 0,
     "checkpoint_every": 0, "validation_crops": 1000, "validate_batch": 64, "samples": 0,
     "log_every": 60,
 }  # fmt: skip
 IMAGES = {
     "epochs": 100, "max_steps": 480, "lr_steps": 480, "batch": 16, "optimizer": "adamw",
-    "lr": 3e-3, "lr_warmup": 0, "lr_final": 0.1, "beta2": 0.999, "weight_decay": 0.01,
+    "lr": 3e-3, "lr_warmup": 48, "lr_final": 0.1, "beta2": 0.999, "weight_decay": 0.01,
     "clip_after": 1.0, "warmup_steps": 24, "ramp_steps": 48, "validate_every": 100,
     "samples": 0, "log_every": 60,
 }  # fmt: skip

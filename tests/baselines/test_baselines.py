@@ -10,11 +10,12 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from oktopk.baselines import sparseloco
 from oktopk.baselines.base import BaselineOptions
 from oktopk.baselines.names import LOCAL
 from oktopk.baselines.table import BASELINES
 
-STEPS, EVERY, WARMUP = 9, 3, 2
+STEPS, EVERY, WARMUP, DENSITY = 9, 3, 2, 0.1
 
 
 def network() -> nn.Module:
@@ -40,7 +41,9 @@ def trained(group, name: str):
         with torch.no_grad():
             next(model.parameters()).add_(rank)
     optimizer = SGD(model.parameters(), lr=0.1)
-    options = BaselineOptions(world_size=size, warmup_steps=WARMUP, every=EVERY, ddp_arguments={})
+    options = BaselineOptions(
+        world_size=size, warmup_steps=WARMUP, every=EVERY, density=DENSITY, ddp_arguments={}
+    )
     baseline = BASELINES[name](model, optimizer, options)
     found = []
     for step in range(STEPS):
@@ -136,3 +139,67 @@ def test_diloco_is_diloco(worlds):
     sent = [row[2] for row in ours[0]]
     dense = 4 * expected.numel()
     assert sent == [dense if (i + 1) % EVERY == 0 else 0 for i in range(STEPS)]
+
+
+def sparseloco_by_hand(group):
+    """SparseLoCo in a few lines, for tensors of one chunk: the top k of each, in 4 levels."""
+    del group
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = network()
+    anchor, residual = flat(model), torch.zeros(flat(model).numel())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if (step + 1) % EVERY == 0:
+            residual = 0.95 * residual + anchor - flat(model)
+            sent = torch.cat([in_levels(part) for part in residual.split(sizes_of(model))])
+            residual -= sent
+            total, senders = sent.clone(), (sent != 0).float()
+            dist.all_reduce(total)
+            dist.all_reduce(senders)
+            anchor = anchor - total / senders.clamp(min=1)
+            with torch.no_grad():
+                nn.utils.vector_to_parameters(anchor.clone(), model.parameters())
+    assert size == 2  # a sum of two has the same bits in either order
+    return flat(model)
+
+
+def sizes_of(model: nn.Module) -> list[int]:
+    return [p.numel() for p in model.parameters()]
+
+
+def in_levels(x: torch.Tensor) -> torch.Tensor:
+    """The largest tenth; each entry becomes the mean of those on its side and of its size."""
+    kept = x.abs() >= x.abs().sort().values[-max(1, round(DENSITY * x.numel()))]
+    wide = 1.5 * x[kept].square().mean().sqrt()
+    result = torch.zeros_like(x)
+    for low, high in ((-torch.inf, -wide), (-wide, 0), (0, wide), (wide, torch.inf)):
+        where = kept & (x > low) & (x <= high)
+        if where.any():
+            result[where] = x[where].mean()
+    return result
+
+
+def test_sparseloco_is_sparseloco(worlds):
+    """And what it counts is what its messages hold: a table, and 14 bits for each entry."""
+    (expected, _), ours = worlds.run(2, sparseloco_by_hand), worlds.run(2, trained, "sparseloco")
+    torch.testing.assert_close(ours[0][-1][0], expected, rtol=0, atol=1e-6)
+    entries = [max(1, round(DENSITY * numel)) for numel in sizes_of(network())]
+    words = sum(4 + -(-14 * num // 32) for num in entries)
+    sent = [row[2] for row in ours[0]]
+    assert sent == [4 * words if (i + 1) % EVERY == 0 else 0 for i in range(STEPS)]
+
+
+@pytest.mark.parametrize("numel", [1, 5, 4095, 4096, 4097, 3 * 4096 + 100])
+@pytest.mark.parametrize("density", [1e-4, 0.03, 1.0])
+def test_messages_of_sparseloco_arrive_as_they_were(numel, density):
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    sent = sparseloco.select(x, density)
+    words = sparseloco.write(sent)
+    assert words.numel() == sparseloco.num_words(numel, density)
+    read = sparseloco.read(words, numel, density)
+    assert torch.equal(read.indices, sent.indices) and torch.equal(read.values, sent.values)
+    assert len(sent.indices.unique()) == len(sent.indices)

@@ -15,7 +15,7 @@ import pytest
 from oktopk.bench.baselines import CASES
 from oktopk.bench.command import command
 from oktopk.bench.measure import Row, compared
-from oktopk.bench.scale import scaled
+from oktopk.bench.scale import rows_of, scaled
 from oktopk.bench.shapes import MODELS, shapes_of
 from oktopk.bench.stream import gradients
 from oktopk.cli import parser
@@ -110,7 +110,9 @@ def test_every_case_in_namespaces(tmp_path):
     sent = {r["method"]: r["bytes_sent"] for r in rows}
     assert sent["noop"] == 0
     assert sent["ddp_dense"] == sent["dense"] == 4 * NUMEL == 2 * sent["ddp_fp16"]
-    assert sent["oktopk"] < 0.1 * sent["ddp_dense"]
+    assert sent["oktopk"] < 0.1 * sent["ddp_dense"] == 0.1 * sent["diloco"]
+    assert sent["local_steps"] == pytest.approx(sent["oktopk"], rel=0.2)
+    assert {r["every"] for r in rows} == {1, 32}
     assert (tmp_path / "b.png").stat().st_size > 5_000
 
 
@@ -219,3 +221,13 @@ def test_simulation_and_formula_agree(method, P):
     formula = METHODS[method].cost(Work(numel, 40_000, P)).bytes
     assert told.simulated
     assert told.bytes_sent == pytest.approx(formula, rel=0.1)
+
+
+def test_the_all_gather_of_sparseloco_grows_with_the_ranks_and_local_steps_do_not():
+    given = 2_000_000, 0.02, LINK, SPEED, 32
+    few, many = ({row.method: row for row in rows_of(P, *given)} for P in (4, 32))
+    each = 14 / 8 * 40_000
+    assert few["sparseloco"].bytes_sent == pytest.approx(3 * each / 32, rel=0.01)
+    assert many["sparseloco"].bytes_sent == pytest.approx(31 * each / 32, rel=0.01)
+    assert many["local_steps"].bytes_sent < 1.5 * few["local_steps"].bytes_sent
+    assert many["local_steps"].bytes_sent * 32 == many["oktopk"].bytes_sent

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from time import perf_counter
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from oktopk.adapters.budget import Budget
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.comm.communicator import Comm
 from oktopk.comm.consistency import check_consistency
 from oktopk.engine.buckets import Layout
 from oktopk.engine.engine import Engine
+from oktopk.engine.plan import StepPlan
+from oktopk.engine.saved_state import SavedBudget
 from oktopk.settings import Settings
 from oktopk.stats import StepStats
 
@@ -31,11 +35,22 @@ class Driver(Generic[Parameters]):
     """What a step exchanges, for messages."""
 
     def __init__(
-        self, settings: Settings, comm: Comm, parameters: Parameters, on_step: OnStep | None
+        self,
+        settings: Settings,
+        comm: Comm,
+        parameters: Parameters,
+        on_step: OnStep | None,
+        budget: Budget | None = None,
     ) -> None:
         self.engine = Engine(settings, comm, [])
         self.comm, self.parameters = comm, parameters
         self.on_step = on_step
+        self.budget = budget
+        """What chooses density and codec with `density="auto"`, else None."""
+
+        self.ended = perf_counter()
+        """When the last exchange ended on this rank."""
+
         self.layout: Layout = []
         """Names of the parameters in the engine's buckets."""
 
@@ -66,6 +81,30 @@ class Driver(Generic[Parameters]):
             for name, view in self.residuals.items():
                 if name in residuals:
                     view.copy_(residuals[name])
+
+    def revise_budget(self, plan: StepPlan) -> None:
+        """Choose density and codec anew if it is due; they hold from the next step on.
+
+        Collective, and part of the step: the step has begun, and its plan is made.
+        """
+        if self.budget is not None and self.budget.is_due(plan.step):
+            density, wire = self.budget.revise(plan.step, self.comm, self.parameters.device)
+            self.engine.settings = replace(self.engine.settings, density=density, wire=wire)
+
+    def note_seconds(self, stats: StepStats, begun: float) -> None:
+        """Note for the budget how long this rank computed, until `begun`, and then exchanged."""
+        now = perf_counter()
+        if self.budget is not None and not stats.skipped:
+            self.budget.note(stats.step, begun - self.ended, now - begun)
+        self.ended = now
+
+    def load_budget(self, saved: SavedBudget | None) -> None:
+        """Take over the density and the codec that were chosen when a state was saved."""
+        self.ended = perf_counter()
+        if self.budget is not None and saved is not None:
+            self.budget.load(saved)
+            settings, now = self.engine.settings, self.budget.now
+            self.engine.settings = replace(settings, density=now.density, wire=now.wire)
 
     def check_consistency(self, like: Tensor, **values: Any) -> None:
         """Compare what only the first step shows; ValueError on all ranks if it differs."""

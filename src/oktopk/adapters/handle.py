@@ -133,6 +133,7 @@ class BaseHandle(ABC, Generic[AnyDriver]):
 
     def _metadata(self, settled_layout: Layout, rates: SavedRates) -> str:
         """All of the state that is not a tensor, as text."""
+        budget = self.driver.budget
         metadata = saved_state.SavedMetadata(
             format=saved_state.FORMAT,
             exchanged=self.exchanged,
@@ -144,6 +145,7 @@ class BaseHandle(ABC, Generic[AnyDriver]):
             settled_layout=settled_layout,
             engine=self.driver.engine.save(),
             residual_scaling=rates,
+            budget=None if budget is None else budget.save(),
         )
         return json.dumps(to_builtins(metadata))  # not msgspec's JSON, which has no Infinity
 
@@ -195,6 +197,7 @@ class BaseHandle(ABC, Generic[AnyDriver]):
         engine, metadata = self.driver.engine, saved.metadata
         has_residual = any(bool(part.any()) for part in saved.residuals.values())
         engine.settings = replace(self.settings, method=metadata.method)
+        self.driver.load_budget(metadata.budget)
         self.driver.set_layout(layout, saved.residuals if has_residual else {})
         engine.load(metadata.engine)
 

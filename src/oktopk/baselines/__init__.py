@@ -1,4 +1,5 @@
-"""What people use instead: plain DDP, PyTorch's communication hooks, post-local SGD and DiLoCo.
+"""What people use instead: plain DDP, PyTorch's communication hooks, post-local SGD, DiLoCo
+and SparseLoCo.
 
 The bench and the trainer compare with them. Each is attached the way its documentation says.
 
@@ -6,6 +7,7 @@ base        `Baseline`: what the trainer needs of one
 hooks       plain DDP, and its fp16 and PowerSGD hooks
 local_sgd   post-local SGD, with PyTorch's hook, averager and optimizer
 diloco      DiLoCo: local steps, then an outer optimizer on the averaged weight changes
+sparseloco  SparseLoCo: DiLoCo with the largest changes of every chunk, in 2 bits, all-gathered
 names       their names
 table       BASELINES, by name
 """

@@ -29,6 +29,9 @@ class BaselineOptions:
     every: int
     """Steps between exchanges, for those that do not exchange at every step."""
 
+    density: float
+    """Fraction of the entries that is sent, for those that send a part."""
+
     ddp_arguments: dict[str, Any]
     """Arguments for `DistributedDataParallel`."""
 

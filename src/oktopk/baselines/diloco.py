@@ -21,11 +21,11 @@ from oktopk.comm.broadcast import broadcast_
 from oktopk.comm.communicator import Comm
 from oktopk.comm.torch_transport import TorchTransport
 
-OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9  # as in the paper
-
 
 class DiLoCo(Baseline):
     """The bare model; the exchange happens in `optimizer.step()`, every few steps."""
+
+    outer_lr, outer_momentum = 0.7, 0.9  # as in the paper
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, options: BaselineOptions) -> None:
         super().__init__(model, options)
@@ -34,7 +34,8 @@ class DiLoCo(Baseline):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._start_alike()
         self._anchors = [nn.Parameter(p.detach().clone()) for p in self._parameters]
-        self._outer = SGD(self._anchors, lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
+        momentum = self.outer_momentum
+        self._outer = SGD(self._anchors, lr=self.outer_lr, momentum=momentum, nesterov=momentum > 0)
         self._local_steps = 0
         self._seconds = 0.0
         optimizer.register_step_post_hook(self._after_step)
@@ -62,6 +63,7 @@ class DiLoCo(Baseline):
         self._seconds = time.perf_counter() - started
 
     def _mean(self, flat: Tensor) -> Tensor:
+        """The mean of the weight changes of all ranks, with the same bits on every rank."""
         return self._comm.all_reduce_(flat, stage="outer") / self._comm.size
 
     def bytes_sent(self, step: int) -> int:
@@ -76,7 +78,7 @@ class DiLoCo(Baseline):
 
     @property
     def settings(self) -> dict[str, Any]:
-        outer = {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM}
+        outer = {"outer_lr": self.outer_lr, "outer_momentum": self.outer_momentum}
         return {"every": self.options.every} | outer
 
     @property

@@ -91,6 +91,7 @@ HOOKS: dict[str, Hook] = {
     "ddp_dense": Hook(_no_hook, dense_bytes(4)),
     "ddp_fp16": Hook(without_state(default_hooks.fp16_compress_hook), dense_bytes(2)),
     "ddp_powersgd_r1": _powersgd(1),
+    "ddp_powersgd_r2": _powersgd(2),
     "ddp_powersgd_r4": _powersgd(4),
 }
 

@@ -13,6 +13,7 @@ from oktopk.baselines.diloco import DiLoCo
 from oktopk.baselines.hooks import HOOKS, HookBaseline
 from oktopk.baselines.local_sgd import PostLocalSgd
 from oktopk.baselines.names import BASELINE_NAMES
+from oktopk.baselines.sparseloco import SparseLoCo
 
 Build = Callable[[nn.Module, Optimizer, BaselineOptions], Baseline]
 
@@ -20,5 +21,6 @@ BASELINES: dict[str, Build] = {
     **{name: partial(HookBaseline, hook=hook) for name, hook in HOOKS.items()},
     "post_local_sgd": PostLocalSgd,
     "diloco": DiLoCo,
+    "sparseloco": SparseLoCo,
 }
 assert tuple(BASELINES) == BASELINE_NAMES

@@ -8,10 +8,10 @@ import sys
 from oktopk.comm.communicator import Comm
 from oktopk.launch.network import UNSHAPED
 from oktopk.methods import METHODS
-from oktopk.methods.cost_model import KernelSpeed, Link, Work
-from oktopk.methods.prediction import break_even
+from oktopk.methods.cost_model import KernelSpeed, Link
+from oktopk.methods.prediction import break_even, make_work
 from oktopk.settings import num_kept
-from oktopk.wire.codec import CodecName, entry_bits, size_rounds
+from oktopk.wire.codec import CodecName
 
 UNITS = {"tbit": 1e12, "gbit": 1e9, "mbit": 1e6, "kbit": 1e3, "bit": 1.0}
 
@@ -28,13 +28,7 @@ def advise(
 ) -> None:  # fmt: skip
     """Print the table of predicted times; `link` is this network as measured."""
     say = sys.stdout.write if comm.rank == 0 else len
-    work = Work(
-        numel,
-        num_kept(numel, density),
-        comm.size,
-        entry_bits(codec, density),
-        size_rounds=size_rounds(codec),
-    )
+    work = make_work(numel, num_kept(numel, density), comm.size, codec)
     links = {
         f"{rate}": Link(link.latency, min(bits_per_second(rate) / 8, link.bandwidth))
         for rate in rates

@@ -22,6 +22,7 @@ from oktopk.wire.codec import CodecName
 WORKERS = 8
 RATES = "none,1gbit,200mbit"
 MOST_SIMULATED = 4096
+MOST_EVERY = 10**6
 MOST_NUMEL = 2**31 - 1
 """Positions of gradient entries are sent as 32-bit integers."""
 
@@ -40,6 +41,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--density", type=float, default=0.02, help="default: %(default)s")
     parser.add_argument(
         "--methods", default=",".join(CASES), help="comma-separated; default: %(default)s"
+    )
+    parser.add_argument(
+        "--every",
+        type=number_in_range(int, 1, MOST_EVERY),
+        default=32,
+        help="steps for each exchange of local_steps, diloco and sparseloco (%(default)s)",
     )
     parser.add_argument(
         "--wire",

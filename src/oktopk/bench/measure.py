@@ -5,14 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from time import perf_counter
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from oktopk.bench.baselines import CASES, DENSE, NOOP, BenchCase, BenchSettings
+from oktopk.bench.baselines import CASES, DENSE, NOOP, BenchSettings
 from oktopk.bench.stream import Stream
 from oktopk.comm.communicator import Comm
 from oktopk.stats import StepStats
@@ -44,8 +42,11 @@ class Row:
     ratio_to_dense: float | None = None
     """`ms_above_noop` over that of DDP's own allreduce in the same run."""
 
+    every: int = 1
+    """Training steps for each exchange; times and bytes are those of an exchange."""
+
     bytes_sent: int = 0
-    """Sent by a rank in a step, from the ledger; for the hooks of PyTorch by their algorithm."""
+    """Sent by a rank in an exchange, from the ledger; for baselines by their algorithm."""
 
     bytes_on_interface: int | None = None
     """The same from the kernel's counters, with the headers of TCP and Ethernet."""
@@ -67,13 +68,13 @@ def measure(
     rate: str,
     seconds: float,
     settings: BenchSettings,
+    every: int,
     counter: Callable[[], int | None],
 ) -> Row:
     """Measure one case. Every rank must call it, and gets the same row except for `parts`."""
     case = CASES[name]
-    model = _wrapped(stream, case)
-    handle = case.attach(model, settings)
-    step = partial(_timed_step, model)
+    started = case.start(stream, settings)
+    step, handle = started.step, started.handle
     _repeat(step, comm, fewest=2, most=case.settling_steps, seconds=SETTLING * seconds)
     stats: list[StepStats] = []
     if handle is not None:
@@ -84,7 +85,7 @@ def measure(
     if handle is not None:
         handle.close()
     on_interface = _sent_on_interface(before, after, len(times), comm)
-    sent, entries = _sent(stats, case.bytes_sent(stream.shapes, comm.size), comm)
+    sent, entries = _sent(stats, started.bytes_sent, comm)
     low, middle, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
     return Row(
         method=name,
@@ -96,28 +97,12 @@ def measure(
         ms_per_step=1e3 * middle,
         ms_low=1e3 * low,
         ms_high=1e3 * high,
+        every=every if case.is_local else 1,
         bytes_sent=sent,
         bytes_on_interface=on_interface,
         bits_per_kept=8 * sent / entries if entries else None,
         parts=_parts(stats),
     )
-
-
-def _wrapped(stream: Stream, case: BenchCase) -> DistributedDataParallel:
-    return DistributedDataParallel(
-        stream,
-        init_sync=False,
-        gradient_as_bucket_view=True,
-        bucket_cap_mb=case.bucket_mb,  # type: ignore[arg-type] - None is DDP's default
-    )
-
-
-def _timed_step(model: DistributedDataParallel) -> float:
-    """Take a step and return its seconds."""
-    model.zero_grad(set_to_none=True)
-    start = perf_counter()
-    model().backward()
-    return perf_counter() - start
 
 
 def _sent_on_interface(

@@ -9,11 +9,12 @@ model is used instead (`methods.cost_model`).
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from torch import Tensor
 
+from oktopk.baselines.sparseloco import num_words
 from oktopk.bench.stream import gradients
 from oktopk.comm.communicator import Comm
 from oktopk.comm.simulated import SimulatedGroup, SimulatedTransport, simulate
@@ -94,20 +95,52 @@ def scaled(
     return ScaledStep(method, size, mean, seconds, True)
 
 
-def show(most: int, numel: int, density: float, link: Link, speed: KernelSpeed) -> list[ScaledStep]:
+def local(step: ScaledStep, name: str, every: int) -> ScaledStep:
+    """An exchange as one of every few steps: what it costs for each of them."""
+    return replace(
+        step, method=name, bytes_sent=step.bytes_sent / every, seconds=step.seconds / every
+    )
+
+
+def sparseloco(size: int, numel: int, density: float, link: Link, speed: KernelSpeed) -> ScaledStep:
+    """An exchange of SparseLoCo, by formula: its messages all have the size of their chunks."""
+    sent = 4.0 * num_words(numel, density) * (size - 1)
+    kept = num_kept(numel, density)
+    kernels = numel * speed.per_element + kept * size * speed.per_entry
+    seconds = link.latency + sent / link.bandwidth + kernels
+    return ScaledStep("sparseloco", size, sent, seconds, False)
+
+
+def rows_of(
+    size: int, numel: int, density: float, link: Link, speed: KernelSpeed, every: int
+) -> list[ScaledStep]:
+    """All methods on `size` ranks. Local steps exchange as `oktopk` does, every few steps."""
+    given = size, numel, density, link, speed
+    each_step = {name: scaled(name, *given) for name in ("dense", *STEPS)}
+    return [
+        *each_step.values(),
+        local(each_step["oktopk"], "local_steps", every),
+        local(sparseloco(*given), "sparseloco", every),
+    ]
+
+
+def show(
+    most: int, numel: int, density: float, link: Link, speed: KernelSpeed, every: int
+) -> list[ScaledStep]:
     """Print how bytes and time grow with the number of ranks."""
     sizes = [size for size in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096) if size < most]
     sys.stdout.write(
         f"{numel:,} gradients, density {density:g}; {1e3 * link.latency:.2f} ms latency, "
     )
-    sys.stdout.write(f"{8e-6 * link.bandwidth:.0f} Mbit/s per worker; MB sent by a worker and ms\n")
-    names = ("dense", *STEPS)
+    sys.stdout.write(f"{8e-6 * link.bandwidth:.0f} Mbit/s per worker; MB sent by a worker and ms ")
+    sys.stdout.write(f"per step; local_steps and sparseloco exchange every {every}\n")
+    names = ("dense", *STEPS, "local_steps", "sparseloco")
     sys.stdout.write(f"{'workers':>8}" + "".join(f"{name:>22}" for name in names) + "\n")
     rows = []
     for size in [*sizes, most]:
-        row = [scaled(name, size, numel, density, link, speed) for name in names]
+        row = rows_of(size, numel, density, link, speed, every)
         cells = [
-            f"{r.bytes_sent / 1e6:12.2f}{1e3 * r.seconds:8.0f} {'' if r.simulated else '*':1}"
+            f"{r.bytes_sent / 1e6:12.3f}{1e3 * r.seconds:8.1f} {'' if r.simulated else '*':1}"
             for r in row
         ]
         sys.stdout.write(f"{size:8}" + "".join(cells) + "\n")

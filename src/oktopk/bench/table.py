@@ -15,6 +15,7 @@ COLUMNS = (
     ("above noop", 11),
     ("to dense", 9),
     ("MB sent", 9),
+    ("MB/step", 9),
     ("MB on wire", 11),
     ("bits/entry", 11),
 )
@@ -32,6 +33,7 @@ def line(row: Row) -> str:
         "" if row.method == NOOP else f"{row.ms_above_noop:.0f}",
         "" if row.ratio_to_dense is None else f"{row.ratio_to_dense:.3f}",
         f"{row.bytes_sent / 1e6:.2f}",
+        f"{row.bytes_sent / row.every / 1e6:.3f}",
         "" if row.bytes_on_interface is None else f"{row.bytes_on_interface / 1e6:.2f}",
         "" if row.bits_per_kept is None else f"{row.bits_per_kept:.1f}",
     )

@@ -66,7 +66,8 @@ def _measured(name: str, rate: str, stream: Stream, args: argparse.Namespace, co
         comm,
         rate=rate,
         seconds=args.seconds,
-        settings=BenchSettings(args.density, args.wire),
+        settings=BenchSettings(args.density, args.wire, comm.size),
+        every=args.every,
         counter=_counter(comm.size),
     )
 
@@ -85,7 +86,7 @@ def predict(args: argparse.Namespace, rates: list[str], _: list[str]) -> int:
         row = _measured(name, network.UNSHAPED, stream, args, comm)
         rows.append(compared(row, rows))
     if comm.rank == 0:
-        shown = show(args.simulate, numel, args.density, link, speed)
+        shown = show(args.simulate, numel, args.density, link, speed, args.every)
         known = {told.method: told for told in shown if told.size == comm.size}
         found = {row.method.removeprefix("ddp_"): row for row in rows}
         sys.stdout.write(f"measured here with {comm.size} workers, against the clock:")

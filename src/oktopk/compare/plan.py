@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from oktopk.baselines.names import BASELINE_NAMES, LOCAL
+from oktopk.baselines.names import BASELINE_NAMES, LOCAL, SPARSE
 from oktopk.errors import RunError
 from oktopk.runlog.run_directory import CONFIG_FILE, METRICS_FILE
 from oktopk.train.config import LOCAL_STEPS, Config, changes, load_run
@@ -63,7 +63,7 @@ def _density(density: str, text: str) -> float:
 
 def has_density(method: str) -> bool:
     """Whether a method keeps a part of the gradient."""
-    return method != "dense" and method not in BASELINE_NAMES
+    return method in SPARSE or (method != "dense" and method not in BASELINE_NAMES)
 
 
 def setting_name(method: str, density: float, seed: int, every: int | None = None) -> str:

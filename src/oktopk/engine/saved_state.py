@@ -17,11 +17,13 @@ from msgspec import Meta
 from torch import Tensor
 
 from oktopk.engine.buckets import Layout
+from oktopk.engine.budget import Speeds
 from oktopk.engine.engine import SavedEngine
 from oktopk.errors import StateError
 from oktopk.methods.state import Count
 from oktopk.sparse import acc_dtype
 from oktopk.utils.arguments import short_repr
+from oktopk.wire.codec import CodecName
 
 FORMAT = 2
 """Counts up when a state dict changes so that older code would misread it."""
@@ -44,6 +46,18 @@ class SavedRates(msgspec.Struct, frozen=True, kw_only=True):
     scale: float | None
 
 
+class SavedBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """What `density="auto"` has chosen, and what its next choices depend on."""
+
+    density: Annotated[float, Meta(gt=0, le=1)]
+    wire: CodecName
+    speeds: Speeds
+    """Network, kernels and codecs as probed."""
+
+    measured: list[tuple[float, float]]
+    """Seconds of computing and of exchanging since the last revision."""
+
+
 class SavedMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """All of a state that is not a tensor."""
 
@@ -59,6 +73,7 @@ class SavedMetadata(msgspec.Struct, frozen=True, kw_only=True):
     engine: SavedEngine
     residual_scaling: SavedRates
     exchanged: Exchanged = "gradients"
+    budget: SavedBudget | None = None
 
 
 @dataclass(frozen=True, slots=True)

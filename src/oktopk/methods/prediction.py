@@ -12,11 +12,19 @@ from oktopk.comm.communicator import Comm
 from oktopk.methods import METHODS
 from oktopk.methods.cost_model import KernelSpeed, Link, Work
 from oktopk.utils.device import to_device
+from oktopk.wire.codec import CodecName, entry_bits, size_rounds
 
 MEGABYTE = 2**20
 
 AUTO_CHOICES = ("dense", "topka", "oktopk")
 """What `method="auto"` chooses from."""
+
+
+def make_work(numel: int, kept: int, size: int, wire: CodecName, *, wide: bool = False) -> Work:
+    """A gradient to exchange; `wide` is float64, which travels plain."""
+    bits = 96.0 if wide else entry_bits(wire, kept / numel)
+    rounds = 0 if wide else size_rounds(wire)
+    return Work(numel, kept, size, bits, 8 if wide else 4, rounds)
 
 
 def break_even(method: str, work: Work, latency: float, speed: KernelSpeed) -> float:
@@ -52,7 +60,7 @@ def probe_link(comm: Comm, device: torch.device, rounds: int = 3) -> Link:
             comm.all_gather_header(x, stage="probe")
         _synchronize(device)
         taken.append(max((perf_counter() - start) / repeats, 1e-9))
-    latency, large_seconds = _slowest(taken, comm, device)
+    latency, large_seconds = agree_on_slowest(taken, comm, device)
     return Link(latency, large.nbytes * peers / max(large_seconds - latency, 1e-9))
 
 
@@ -79,7 +87,7 @@ def probe_kernels(comm: Comm, device: torch.device, numel: int = 2**21) -> Kerne
         _synchronize(device)
         entries.append(perf_counter() - start)
     taken = [min(elements) / numel, min(entries) / (4 * chosen.num)]
-    return KernelSpeed(*_slowest(taken, comm, device))
+    return KernelSpeed(*agree_on_slowest(taken, comm, device))
 
 
 def _synchronize(device: torch.device) -> None:
@@ -87,6 +95,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _slowest(taken: list[float], comm: Comm, device: torch.device) -> list[float]:
+def agree_on_slowest(taken: list[float], comm: Comm, device: torch.device) -> list[float]:
+    """The largest of every rank's seconds, the same on every rank. Collective."""
     mine = to_device(taken, torch.float64, device)
     return comm.all_gather_header(mine, stage="probe").amax(0).tolist()

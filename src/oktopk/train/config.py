@@ -118,7 +118,9 @@ class Config:
         fixed=True,
     )
     every: int = option(
-        32, "steps between exchanges of local_steps, diloco and post_local_sgd", fixed=True
+        32,
+        "steps between exchanges of local_steps, diloco, sparseloco and post_local_sgd",
+        fixed=True,
     )
     density: float = option(0.02, "fraction of the gradient that is kept")
     wire: str = option("bf16", "how entries are encoded", *get_args(CodecName))

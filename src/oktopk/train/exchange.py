@@ -275,6 +275,7 @@ def make_exchange(
             world_size=world_size,
             warmup_steps=config.warmup_steps,
             every=config.every,
+            density=config.density,
             ddp_arguments=arguments,
         )
         return BaselineExchange(config.method, model, optimizer, options)

@@ -12,7 +12,7 @@ import logging
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from oktopk.adapters.budget import AUTO, BudgetOptions, budget_options, start_budget
 from oktopk.adapters.connect import agree_by_store, connect
 from oktopk.adapters.ddp.communication_thread import ReadyBucket
 from oktopk.adapters.ddp.connect import describe_model, fastest_method
@@ -43,12 +44,16 @@ from oktopk.wire.codec import CodecName
 
 log = logging.getLogger("oktopk")
 
+DENSITY = 0.02
+"""The default; with `auto`, that of the first sparse steps."""
+
 
 def attach(
     model: DistributedDataParallel,
     *,
     method: str = "oktopk",
-    density: float = 0.02,
+    density: float | Literal["auto"] = DENSITY,
+    exchange_share: float = 0.2,
     warmup_steps: int = 128,
     ramp_steps: int | None = None,
     schedule: tuple[tuple[int, float], ...] | None = None,
@@ -61,7 +66,7 @@ def attach(
     clip_before: float | None = None,
     policy: Policy | None = None,
     scope: Scope = "model",
-    wire: CodecName = "bf16",
+    wire: CodecName | None = None,
     group_numel: GroupNumel = DEFAULT_GROUP_NUMEL,
     exact_every: int = 32,
     bounds_every: int = 64,
@@ -78,7 +83,11 @@ def attach(
     Args:
         method: a name of `oktopk.METHODS`, or `auto`: dense, topka or oktopk, whichever is fastest
             by a short measurement of the network and the kernels now. The choice is logged.
-        density: fraction of the entries that is kept, in (0, 1].
+        density: fraction of the entries that is kept, in (0, 1]; or `auto`: the highest whose
+            exchange stays under `exchange_share` on the network as measured in this run. It is
+            revised as the network changes, the same on all ranks, and rank 0 logs a change.
+        exchange_share: with density `auto`, the share of a step that waiting for the exchange may
+            take.
         warmup_steps: dense steps before the sparse phase.
         ramp_steps: steps after the warm-up in which the density falls from 25 %. By default twice
             the warm-up if there is an optimizer, else 0.
@@ -99,7 +108,8 @@ def attach(
         policy: which parameters travel dense; biases, norms and tiny ones by default.
         scope: select the k largest entries of the whole `model`, or of every `bucket`.
         wire: how entries travel: `plain`, `fp32`, `bf16`, `fp16`, `int8`, `int4`, `int2` or
-            `sign`; the fewer bits, the more rounding stays in the residual.
+            `sign`; the fewer bits, the more rounding stays in the residual. None: `bf16`; with
+            density `auto` the fastest of `plain`, `bf16` and `int4`.
         group_numel: entries of consecutive buckets that are exchanged together (`oktopk`), or
             `auto`: as measured in the first sparse steps. The choice is logged and saved.
         exact_every: steps between exact thresholds over the whole model (`oktopk`).
@@ -131,14 +141,15 @@ def attach(
         "rescale_with_lr": rescale_with_lr,
     }
     chosen = {name: value for name, value in chosen.items() if value is not None}
+    budget = budget_options(density, wire, exchange_share, method)
     settings = Settings(
         method="oktopk" if method == "auto" else method,
-        density=density,
+        density=DENSITY if budget else density,  # pyright: ignore[reportArgumentType] - checked
         warmup_steps=warmup_steps,
         schedule=() if schedule is None else schedule,
         max_beta1=max_beta1,
         scope=scope,
-        wire=wire,
+        wire=wire or "bf16",
         group_numel=group_numel,
         exact_every=exact_every,
         bounds_every=bounds_every,
@@ -160,7 +171,9 @@ def attach(
         check_every=integer("check_every", check_every, least=0),
         overlaps=may_overlap(model),
     )
-    job = _Job(model, DDPParameterLayout(model, policy or Policy()), scaling, timeout, method)
+    job = _Job(
+        model, DDPParameterLayout(model, policy or Policy()), scaling, timeout, method, budget
+    )
     return _start(job, settings, options, on_step, comm)
 
 
@@ -174,6 +187,9 @@ class _Job:
     timeout: float
     method: str
     """As asked: it may be `auto`."""
+
+    auto: BudgetOptions | None
+    """Of density `auto`, else None."""
 
 
 def _start(
@@ -194,6 +210,7 @@ def _start(
         "scaler": job.scaling.has_scaler,
         "comm": comm is not None,
     }
+    arguments |= {"density": AUTO, **asdict(job.auto)} if job.auto else {}
     prefix = agree(arguments | describe_model(job.model, job.parameters), "attach", "oktopk.attach")
 
     def agree_to_load(values: dict[str, Any], step: int) -> None:
@@ -204,7 +221,9 @@ def _start(
         own, failure_detector = connect(group, job.timeout, comm, undo, on_cuda=on_cuda)
         if job.method == "auto":
             settings = replace(settings, method=fastest_method(job.model, settings, own))
-        driver = StepDriver(settings, own, job.parameters, job.scaling, options, on_step)
+        trained = list(job.parameters.parameters.values())
+        budget = start_budget(job.auto, settings, trained, own)
+        driver = StepDriver(settings, own, job.parameters, job.scaling, options, on_step, budget)
         connection = Connection(
             failure_detector=failure_detector, agree_to_load=agree_to_load, owns_comm=comm is None
         )

@@ -11,10 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from oktopk.adapters.connect import describe_group, describe_parameters
 from oktopk.adapters.ddp.parameters import DDPParameterLayout
 from oktopk.comm.communicator import Comm
-from oktopk.methods.cost_model import Work
-from oktopk.methods.prediction import cheapest, probe_kernels, probe_link
+from oktopk.methods.prediction import cheapest, make_work, probe_kernels, probe_link
 from oktopk.settings import Settings, num_kept
-from oktopk.wire.codec import entry_bits, size_rounds
 
 log = logging.getLogger("oktopk")
 
@@ -39,10 +37,9 @@ def fastest_method(model: DistributedDataParallel, settings: Settings, comm: Com
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
     link, speed = probe_link(comm, device), probe_kernels(comm, device)
     wide = any(p.dtype == torch.float64 for p in model.parameters())
-    bits = 96.0 if wide else entry_bits(settings.wire, settings.density)
-    kept, value_bytes = num_kept(numel, settings.density), 8 if wide else 4
-    rounds = 0 if wide else size_rounds(settings.wire)
-    times = cheapest(Work(numel, kept, comm.size, bits, value_bytes, rounds), link, speed)
+    kept = num_kept(numel, settings.density)
+    work = make_work(numel, kept, comm.size, settings.wire, wide=wide)
+    times = cheapest(work, link, speed)
     best = next(iter(times))
     if comm.rank == 0:
         predicted = ", ".join(f"{name} {1e3 * taken:.0f} ms" for name, taken in times.items())

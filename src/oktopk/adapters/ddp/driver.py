@@ -14,6 +14,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from oktopk.adapters.budget import Budget
 from oktopk.adapters.clipping import clip_
 from oktopk.adapters.ddp.bucket_tracker import SETTLED, BucketTracker
 from oktopk.adapters.ddp.communication_thread import ReadyBucket, share
@@ -56,8 +57,9 @@ class StepDriver(Driver[DDPParameterLayout]):
         scaling: ResidualScaling,
         options: DriverOptions,
         on_step: OnStep | None,
+        budget: Budget | None = None,
     ) -> None:
-        super().__init__(settings, comm, parameters, on_step)
+        super().__init__(settings, comm, parameters, on_step, budget)
         self.buckets = BucketTracker()
         self.joined = self.has_joined = False
         """Whether this rank ran out of data in a `join` and shadows the others, now or ever."""
@@ -163,13 +165,12 @@ class StepDriver(Driver[DDPParameterLayout]):
                 buckets.numel,
                 buckets.num_dense,
             )
-        every = self._options.check_every
-        if every and plan.step and plan.step % every == 0:
-            try:
-                self._check_replicas(plan.step)
-            except BaseException:
-                step.discard()
-                raise
+        try:
+            self._check_replicas(plan.step)
+            self.revise_budget(plan)
+        except BaseException:
+            step.discard()
+            raise
         return step
 
     def _tune_groups(self) -> None:
@@ -218,8 +219,10 @@ class StepDriver(Driver[DDPParameterLayout]):
             )
 
     def _check_replicas(self, step: int) -> None:
-        flags = {"joined": self.joined, "has_joined": self.has_joined}
-        check_replicas(self.parameters.parameters, self.comm, step, **flags)
+        every = self._options.check_every
+        if every and step and step % every == 0:
+            flags = {"joined": self.joined, "has_joined": self.has_joined}
+            check_replicas(self.parameters.parameters, self.comm, step, **flags)
 
     def _rescale_residual(self) -> None:
         """Bring the residual to the present loss scale and learning rates."""
@@ -244,4 +247,5 @@ class StepDriver(Driver[DDPParameterLayout]):
         if self._copies is not None:
             self.parameters.copy_back(self._copies, self._waiting, self.layout)
             self._copies = None
+        self.note_seconds(stats, last.at)
         self.report(stats)

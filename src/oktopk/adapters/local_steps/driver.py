@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import logging
 from functools import reduce
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
+from oktopk.adapters.budget import Budget
 from oktopk.adapters.driver import Driver, OnStep
 from oktopk.adapters.local_steps.outer_step import OuterOptions, outer_step_
 from oktopk.adapters.parameters import ParameterLayout
@@ -38,8 +40,9 @@ class RoundDriver(Driver[ParameterLayout]):
         parameters: ParameterLayout,
         options: OuterOptions,
         on_step: OnStep | None,
+        budget: Budget | None = None,
     ) -> None:
-        super().__init__(settings, comm, parameters, on_step)
+        super().__init__(settings, comm, parameters, on_step, budget)
         self.options = options
         self.local_steps = 0
         """Optimizer steps since the last exchange."""
@@ -71,6 +74,7 @@ class RoundDriver(Driver[ParameterLayout]):
     def exchange(self) -> StepStats:
         """End the round: exchange the weight changes; all ranks apply them, or none."""
         self._check_frozen()
+        begun = perf_counter()
         change = self._weight_change()
         if not self.is_checked:
             every, check_every = self.options.every, self.options.check_every
@@ -79,6 +83,7 @@ class RoundDriver(Driver[ParameterLayout]):
         step = self.engine.begin(change)
         try:
             self._check_replicas(step.plan.step)
+            self.revise_budget(step.plan)
             step.add_bucket(0, change)
             stats = self.engine.finish(step)
         except BaseException:
@@ -90,6 +95,7 @@ class RoundDriver(Driver[ParameterLayout]):
             outer_step_(self.anchor, change, self.momentum, self.options)
         self._set_weights()
         self.local_steps = 0
+        self.note_seconds(stats, begun)
         self.report(stats)
         return stats
 

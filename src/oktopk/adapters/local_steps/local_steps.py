@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from oktopk.adapters.budget import AUTO, BudgetOptions, budget_options, start_budget
 from oktopk.adapters.connect import agree_by_store, connect, describe_group, describe_parameters
 from oktopk.adapters.driver import OnStep
 from oktopk.adapters.handle import Connection
@@ -39,20 +40,24 @@ from oktopk.settings import Settings
 from oktopk.utils.arguments import choice
 from oktopk.wire.codec import CodecName
 
+DENSITY = 0.05
+"""The default; with `auto`, that of the first exchanges."""
+
 
 def local_steps(
     model: nn.Module,
     optimizer: Optimizer | LRScheduler,
     *,
     every: int = 32,
-    density: float = 0.05,
+    density: float | Literal["auto"] = DENSITY,
+    exchange_share: float = 0.2,
     outer_lr: float = 1.0,
     outer_momentum: float = 0.0,
     decay: float = 0.95,
     average: Average = "senders",
     method: str = "oktopk",
     policy: Policy | None = None,
-    wire: CodecName = "bf16",
+    wire: CodecName | None = None,
     exact_every: int = 32,
     bounds_every: int = 64,
     on_nonfinite: Literal["skip", "raise"] = "skip",
@@ -76,7 +81,11 @@ def local_steps(
             buffers are not.
         optimizer: any optimizer, or a scheduler of it. Its state stays on each rank.
         every: optimizer steps between two exchanges.
-        density: fraction of the entries that is kept, in (0, 1].
+        density: fraction of the entries that is kept, in (0, 1]; or `auto`: the highest whose
+            exchange stays under `exchange_share` on the network as measured in this run. It is
+            revised as the network changes, the same on all ranks, and rank 0 logs a change.
+        exchange_share: with density `auto`, the share of the time from one exchange to the end of
+            the next that an exchange may take.
         outer_lr: learning rate of the outer step, which moves the weights by the mean change.
         outer_momentum: Nesterov momentum of the outer step, as in DiLoCo; 0 is none.
         decay: the residual is multiplied by this before each exchange. 1 is plain error feedback;
@@ -85,7 +94,7 @@ def local_steps(
         method: a name of `oktopk.METHODS`.
         policy: which parameters travel dense; biases, norms and tiny ones by default.
         wire: how entries travel: `plain`, `fp32`, `bf16`, `fp16`, `int8`, `int4`, `int2` or
-            `sign`.
+            `sign`. None: `bf16`; with density `auto` the fastest of `plain`, `bf16` and `int4`.
         exact_every: exchanges between exact thresholds (`oktopk`).
         bounds_every: exchanges between updates of the region bounds (`oktopk`).
         on_nonfinite: when the weights of a rank have a NaN or Inf, all ranks go back to the weights
@@ -101,12 +110,13 @@ def local_steps(
     """
     check_types(policy=policy, on_step=on_step, comm=comm)
     choice("on_nonfinite", on_nonfinite, ("skip", "raise"))
+    budget = budget_options(density, wire, exchange_share, method)
     settings = Settings(
         method=method,
-        density=density,
+        density=DENSITY if budget else density,  # pyright: ignore[reportArgumentType] - checked
         decay=decay,
         average=average,
-        wire=wire,
+        wire=wire or "bf16",
         exact_every=exact_every,
         bounds_every=bounds_every,
         on_nonfinite=on_nonfinite,
@@ -126,7 +136,7 @@ def local_steps(
         comm=comm,
         timeout=time_limit(timeout),
     )
-    return _start(job, settings, options, on_step)
+    return _start(job, settings, options, on_step, budget)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,7 +166,11 @@ class _Job:
 
 
 def _start(
-    job: _Job, settings: Settings, options: OuterOptions, on_step: OnStep | None
+    job: _Job,
+    settings: Settings,
+    options: OuterOptions,
+    on_step: OnStep | None,
+    auto: BudgetOptions | None,
 ) -> LocalSteps:
     """Compare with the other ranks, connect, take over the weights, and register the hooks."""
     described = {} if job.group is None else describe_group(job.group)
@@ -164,6 +178,7 @@ def _start(
     check_devices(list(job.parameters.parameters.values()), backends, "local_steps")
     arguments = asdict(settings) | asdict(options)
     arguments |= {"timeout": job.timeout, "comm": job.comm is not None}
+    arguments |= {"density": AUTO, **asdict(auto)} if auto else {}
     values = arguments | described | describe_parameters(job.parameters)
     prefix = job.agree(values, "local_steps", "oktopk.local_steps")
 
@@ -174,10 +189,12 @@ def _start(
         comm, failure_detector = job.connect(undo)
         try:
             broadcast_([*job.model.parameters(), *job.model.buffers()], comm, stage="start")
+            trained = list(job.parameters.parameters.values())
+            budget = start_budget(auto, settings, trained, comm)
         except ExchangeError as error:
             failure_detector.abort(error, comm)  # raises one that names the rank
             raise
-        driver = RoundDriver(settings, comm, job.parameters, options, on_step)
+        driver = RoundDriver(settings, comm, job.parameters, options, on_step, budget)
         connection = Connection(
             failure_detector=failure_detector,
             agree_to_load=agree_to_load,

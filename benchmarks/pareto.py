@@ -1,0 +1,244 @@
+"""Held-out loss against bytes sent: what each way of exchanging learns with its bytes.
+
+    python benchmarks/pareto.py text
+    python benchmarks/pareto.py text --only 'local_steps.*-every10'
+    python benchmarks/pareto.py text --front --seeds 1 2
+
+Every point is a training run of `oktopk train`, in a folder of its own. A run that is finished is
+not repeated, so the same command continues where it was stopped. `--front` trains further seeds of
+those points only that no other point beats in bytes and in loss, and of dense. In the end it writes
+`table.md`, `table.json` and `pareto.png` of all runs in the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from oktopk.report.texttable import markdown
+from oktopk.runlog.aggregates import estimated_totals
+from oktopk.runlog.reader import read_runlog
+from oktopk.train.config import Config, load, with_settings
+from oktopk.train.run_process import directory_of, last_lines, log_of, train_in_process
+from oktopk.utils.units import format_bytes
+
+REFERENCE = "ddp_dense"
+SPARSELOCO_DENSITY = 64 / 4096  # of the paper: 64 of every 4,096
+
+# 480 steps are a multiple of every `every`: a run ends with an exchange, whose bytes are counted
+TEXT = {
+    "max_steps": 480, "lr_steps": 480, "batch": 8, "layers": 3, "heads": 4, "width": 96,
+    "lr": 3e-3, "lr_warmup": 48, "lr_final": 0.1, "beta2": 0.95, "weight_decay": 0.1,
+    "clip_after": 1.0, "warmup_steps": 24, "ramp_steps": 48, "validate_steps": 0,
+    "checkpoint_every": 0, "validation_crops": 1000, "validate_batch": 64, "samples": 0,
+    "log_every": 60,
+}  # fmt: skip
+IMAGES = {
+    "epochs": 100, "max_steps": 480, "lr_steps": 480, "batch": 16, "optimizer": "adamw",
+    "lr": 3e-3, "lr_warmup": 48, "lr_final": 0.1, "beta2": 0.999, "weight_decay": 0.01,
+    "clip_after": 1.0, "warmup_steps": 24, "ramp_steps": 48, "validate_every": 100,
+    "samples": 0, "log_every": 60,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {"text": TEXT, "images": IMAGES}
+
+LOCAL_STEPS = {
+    1: {0.02: ("bf16", "int4")},
+    2: {0.05: ("int4",)},
+    5: {0.2: ("int4",), 0.1: ("bf16", "int4", "int2"), 0.05: ("int4",), 0.02: ("int4",)},
+    10: {0.1: ("int4",), 0.05: ("bf16", "int4"), 0.02: ("bf16", "int4", "int2"), 0.01: ("int4",)},
+    30: {0.05: ("int4",), 0.02: ("int4", "int2"), 0.01: ("int2",)},
+    120: {0.05: ("int4",)},
+}
+"""Codecs by density by `every`."""
+
+
+def points() -> Iterator[dict[str, Any]]:
+    """The settings of every point of the front."""
+    yield {"method": REFERENCE}
+    for every, densities in LOCAL_STEPS.items():
+        for density, codecs in densities.items():
+            for wire in codecs:
+                yield {"method": "local_steps", "every": every, "density": density, "wire": wire}
+    for every in (8, 32, 120):
+        yield {"method": "diloco", "every": every}
+    for every, density in (
+        (5, 0.1),
+        (10, 0.05),
+        (10, SPARSELOCO_DENSITY),
+        (30, SPARSELOCO_DENSITY),
+    ):
+        yield {"method": "sparseloco", "every": every, "density": density}
+    for density in (0.1, 0.05, 0.02, 0.01):
+        yield {"method": "oktopk", "density": density}
+    for method in ("ddp_powersgd_r4", "ddp_powersgd_r2", "ddp_powersgd_r1", "ddp_fp16"):
+        yield {"method": method}
+
+
+def name_of(settings: dict[str, Any]) -> str:
+    """`local_steps-every5-0.1-int4`: the point without its seed."""
+    parts = [settings["method"]]
+    parts += [f"every{settings['every']}"] if "every" in settings else []
+    parts += [f"{settings['density']:g}"] if "density" in settings else []
+    parts += [settings["wire"]] if "wire" in settings else []
+    return "-".join(parts)
+
+
+def configs(family: str, runs: Path, chosen: Iterable[str], seeds: list[int]) -> Iterator[Config]:
+    """The runs of the chosen points, one seed after the other."""
+    base, names = load(task=family), set(chosen)
+    for seed in seeds:
+        for settings in points():
+            if (name := name_of(settings)) in names:
+                own = {"runs": str(runs), "name": f"{name}-s{seed}", "seed": seed}
+                yield with_settings(base, **FAMILIES[family] | settings | own)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The runs of one setting, over seeds. Bytes are the mean of what a rank sent."""
+
+    name: str
+    losses: tuple[float, ...]
+    bytes_sent: float
+    share: float
+    """Of the bytes of dense fp32 gradients at every step."""
+
+    @property
+    def loss(self) -> float:
+        return statistics.mean(self.losses)
+
+
+def read_points(runs: Path) -> list[Point]:
+    """Every setting with a finished run, in order of its bytes."""
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    for folder in sorted(path for path in runs.iterdir() if path.is_dir()):
+        runlog = read_runlog(folder)
+        if runlog.finished:
+            totals = estimated_totals(runlog).whole
+            loss = runlog.validations[-1].metrics["val_loss"]
+            assert loss is not None, folder
+            workers = runlog.config["workers"]
+            row = loss, totals.bytes_sent / workers, totals.bytes_dense / workers
+            found.setdefault(folder.name.rpartition("-s")[0], []).append(row)
+    made = [
+        Point(
+            name,
+            tuple(loss for loss, _, _ in rows),
+            statistics.mean(sent for _, sent, _ in rows),
+            sum(sent for _, sent, _ in rows) / sum(dense for _, _, dense in rows),
+        )
+        for name, rows in found.items()
+    ]
+    return sorted(made, key=lambda point: point.bytes_sent)
+
+
+def front(found: list[Point]) -> list[str]:
+    """The points that no other one beats both in bytes and in loss, fewest bytes first."""
+    names, lowest = [], float("inf")
+    for point in sorted(found, key=lambda point: (point.bytes_sent, point.loss)):
+        if point.loss < lowest:
+            names.append(point.name)
+            lowest = point.loss
+    return names
+
+
+def as_table(found: list[Point]) -> list[list[str]]:
+    """Headings and cells; points of the front in bold."""
+    best = front(found)
+    dense = next((point.loss for point in found if point.name == REFERENCE), None)
+    rows = [["exchange", "sent by a rank", "of dense", "held-out loss", "to dense", "seeds"]]
+    for point in found:
+        name = f"**{point.name}**" if point.name in best else point.name
+        behind = "-" if dense is None else f"{point.loss / dense - 1:+.1%}"
+        sent = format_bytes(round(point.bytes_sent))
+        loss = f"{point.loss:.4f}"
+        rows.append([name, sent, f"{point.share:.2%}", loss, behind, str(len(point.losses))])
+    return rows
+
+
+def plot(found: list[Point], family: str, path: Path) -> None:
+    """Draw loss over bytes, one colour for each method, and the front as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5.5))
+    methods = list(dict.fromkeys(point.name.split("-")[0] for point in found))
+    for method in methods:
+        own = [point for point in found if point.name.split("-")[0] == method]
+        axes.scatter([p.share for p in own], [p.loss for p in own], label=method, zorder=2)
+    best = [point for name in front(found) for point in found if point.name == name]
+    axes.plot(
+        [p.share for p in best], [p.loss for p in best], color="black", alpha=0.5, label="front"
+    )
+    for point in best:
+        label = point.name.replace("local_steps-", "")
+        axes.annotate(label, (point.share, point.loss), (4, 4), textcoords="offset points", size=7)
+    axes.set_xscale("log")
+    axes.set_xlabel("bytes sent, as a share of dense fp32 gradients at every step")
+    axes.set_ylabel("held-out loss (less is better)")
+    axes.set_title(f"{family}: what each exchange learns with its bytes", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def write(runs: Path, family: str) -> str:
+    """Write the table and the figure of the runs that are finished."""
+    found = read_points(runs)
+    text = markdown(as_table(found))
+    (runs / "table.md").write_text(text)
+    (runs / "table.json").write_text(json.dumps([asdict(point) for point in found], indent=1))
+    if found:
+        plot(found, family, runs / "pareto.png")
+    return text
+
+
+def train(config: Config) -> bool:
+    """Train a run unless it is finished. Returns whether it is."""
+    if read_runlog(directory_of(config)).finished:
+        return True
+    result = train_in_process(config, "")
+    if result.exit_code == 0 and result.runlog.finished:
+        return True
+    print(f"{config.name} failed with exit code {result.exit_code}:\n{last_lines(log_of(config))}")
+    return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("--runs", type=Path, help="where the runs are (runs/pareto-FAMILY)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--only", default="", help="points whose name has this regular expression")
+    parser.add_argument(
+        "--front", action="store_true", help="points on the front so far, and dense"
+    )
+    args = parser.parse_args()
+    runs = args.runs or Path("runs") / f"pareto-{args.family}"
+    runs.mkdir(parents=True, exist_ok=True)
+    known = [name_of(settings) for settings in points()]
+    chosen = [REFERENCE, *front(read_points(runs))] if args.front else known
+    chosen = [name for name in chosen if re.search(args.only, name)]
+    failed = [
+        config.name
+        for config in configs(args.family, runs, chosen, args.seeds)
+        if not train(config)
+    ]
+    print(write(runs, args.family), end="", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

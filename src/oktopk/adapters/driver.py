@@ -15,6 +15,7 @@ from oktopk.comm.communicator import Comm
 from oktopk.comm.consistency import check_consistency
 from oktopk.engine.buckets import Layout
 from oktopk.engine.engine import Engine
+from oktopk.engine.shards import UNSHARDED, Shards
 from oktopk.settings import Settings
 from oktopk.stats import StepStats
 
@@ -31,9 +32,14 @@ class Driver(Generic[Parameters]):
     """What a step exchanges, for messages."""
 
     def __init__(
-        self, settings: Settings, comm: Comm, parameters: Parameters, on_step: OnStep | None
+        self,
+        settings: Settings,
+        comm: Comm,
+        parameters: Parameters,
+        on_step: OnStep | None,
+        shards: Shards = UNSHARDED,
     ) -> None:
-        self.engine = Engine(settings, comm, [])
+        self.engine = Engine(settings, comm, [], shards)
         self.comm, self.parameters = comm, parameters
         self.on_step = on_step
         self.layout: Layout = []

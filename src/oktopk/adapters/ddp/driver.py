@@ -7,7 +7,6 @@ exchanged as it arrives, while backward continues.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,15 +15,13 @@ from oktopk.adapters.clipping import clip_
 from oktopk.adapters.ddp.bucket_tracker import BucketTracker
 from oktopk.adapters.ddp.communication_thread import ReadyBucket, share
 from oktopk.adapters.ddp.parameters import DDPParameterLayout
-from oktopk.adapters.driver import Driver, OnStep
+from oktopk.adapters.driver import OnStep
+from oktopk.adapters.gradient_driver import GradientDriver
 from oktopk.comm.communicator import Comm
-from oktopk.comm.replica_check import check_replicas
 from oktopk.engine.buckets import Layout
 from oktopk.engine.step import Step
 from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.settings import Settings
-
-log = logging.getLogger("oktopk")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +38,7 @@ class DriverOptions:
     """Whether buckets may be exchanged while backward continues."""
 
 
-class StepDriver(Driver[DDPParameterLayout]):
+class StepDriver(GradientDriver[DDPParameterLayout]):
     """The steps of a DDP model on this rank."""
 
     def __init__(
@@ -53,15 +50,11 @@ class StepDriver(Driver[DDPParameterLayout]):
         options: DriverOptions,
         on_step: OnStep | None,
     ) -> None:
-        super().__init__(settings, comm, parameters, on_step)
+        super().__init__(settings, comm, parameters, scaling, options.check_every, on_step)
         self.buckets = BucketTracker()
         self.joined = self.has_joined = False
         """Whether this rank ran out of data in a `join` and shadows the others, now or ever."""
 
-        self.lr_factors: dict[str, float] = {}
-        """By parameter: the factor by which the residual was rescaled at the start of the step."""
-
-        self.scaling = scaling
         self._options = options
         self._overlapped: list[tuple[int, ...]] = []
         """Signatures of DDP's buckets, once each is exchanged as it arrives; empty before."""
@@ -108,7 +101,7 @@ class StepDriver(Driver[DDPParameterLayout]):
         if known != [ready.signature()]:
             raise RuntimeError("DDP changed its buckets in the middle of training")
         if ready.index == 0:
-            self._step = self._begin(ready.buffer)
+            self._step = self.begin(ready.buffer)
         assert self._step is not None
         self._step.add_bucket(ready.index, ready.buffer)
 
@@ -122,7 +115,7 @@ class StepDriver(Driver[DDPParameterLayout]):
                 self.set_layout(layout, self.residuals)
         if not self.is_checked:
             first = self._waiting[0].buffer
-            self.check_consistency(first, check_every=self._options.check_every)
+            self.check_consistency(first, check_every=self.check_every)
         needs_copies = layout != ddp_layout
         may_overlap = self._options.overlaps and self._options.clip_before is None
         if self.buckets.is_steady and not needs_copies and may_overlap:
@@ -131,50 +124,13 @@ class StepDriver(Driver[DDPParameterLayout]):
         grads = copies or [ready.buffer for ready in self._waiting]
         if self._options.clip_before is not None:
             clip_(grads, self._options.clip_before * self.scaling.loss_scale)
-        self._step = self._begin(grads[0])
+        self._step = self.begin(grads[0])
         for bucket, grad in enumerate(grads):
             self._step.add_bucket(bucket, grad)
         self._copies = copies
 
-    def _begin(self, like: Tensor) -> Step:
-        self._rescale_residual()
-        step = self.engine.begin(like)  # from here on all traffic counts for this step
-        plan, buckets = step.plan, self.engine.buckets
-        is_first = plan.step == self.engine.settings.warmup_steps
-        if plan.phase == "sparse" and is_first and self.comm.rank == 0:
-            log.info(
-                "step %d: the sparse phase begins, %s at density %g: %d of %d entries, %d dense",
-                plan.step,
-                self.engine.settings.method,
-                plan.density,
-                plan.k,
-                buckets.numel,
-                buckets.num_dense,
-            )
-        every = self._options.check_every
-        if every and plan.step and plan.step % every == 0:
-            try:
-                self._check_replicas(plan.step)
-            except BaseException:
-                step.discard()
-                raise
-        return step
-
-    def _check_replicas(self, step: int) -> None:
-        flags = {"joined": self.joined, "has_joined": self.has_joined}
-        check_replicas(self.parameters.parameters, self.comm, step, **flags)
-
-    def _rescale_residual(self) -> None:
-        """Bring the residual to the present loss scale and learning rates."""
-        with self.engine.lock:  # a state must not have new rates beside an old residual
-            scale = self.scaling.loss_scale_factor()
-            if scale != 1.0:
-                self.engine.rescale(scale)
-            # called in every step, whatever the settings: it must see every learning rate
-            factors = self.scaling.lr_factors(self.parameters.parameters)
-            self.lr_factors = factors if self.engine.settings.rescale_with_lr else {}
-            for name, residual in self.residuals.items() if self.lr_factors else ():
-                residual.mul_(self.lr_factors.get(name, 1.0))
+    def _replica_flags(self) -> dict[str, bool]:
+        return {"joined": self.joined, "has_joined": self.has_joined}
 
     def _finish(self, last: ReadyBucket) -> None:
         assert self._step is not None

@@ -74,10 +74,15 @@ def shard(model: nn.Module, mesh: DeviceMesh, **more) -> nn.Module:
     return fully_shard(model, mesh=mesh, **more)
 
 
-def build(replicas: int, attached: dict | None, optimizer=None, seed: int = 0, **more) -> Site:
-    """A model on `replicas` sites; `attached` are the arguments of `attach_fsdp`, None is HSDP."""
+def build(
+    replicas: int, attached: dict | None, optimizer=None, preset: bool = False, **more
+) -> Site:
+    """A model on `replicas` sites; `attached` are the arguments of `attach_fsdp`, None is HSDP.
+
+    With `preset`, `attach_fsdp` is told of the optimizer.
+    """
     mesh, dtype = mesh_of(replicas), more.pop("dtype", torch.float32)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = Net().to(dtype)
     make = optimizer or (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9))
     if attached is None:
@@ -86,6 +91,8 @@ def build(replicas: int, attached: dict | None, optimizer=None, seed: int = 0, *
     shard(model, mesh["shard"], **more)
     site = Site(model, make(model.parameters()))
     how = {"on_step": site.stats.append, "check_every": 5} | attached
+    if preset:
+        how["optimizer"] = site.optimizer
     site.handle = oktopk.attach_fsdp(model, mesh["replicate"], **how)
     return site
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from oktopk.adapters.driver import OnStep
-from oktopk.adapters.fsdp.modules import ShardedModule
+from oktopk.adapters.fsdp.modules import ShardedModule, is_in_backward
 from oktopk.adapters.fsdp.parameters import ShardLayout
 from oktopk.adapters.gradient_driver import GradientDriver
 from oktopk.comm.communicator import Comm
@@ -82,6 +82,11 @@ class ShardDriver(GradientDriver[ShardLayout]):
     def exchange(self) -> None:
         """End a backward: exchange what FSDP has reduced, and let `.grad` be the averages."""
         reduced, self._reduced = self._reduced, Reduced()
+        if is_in_backward(self.parameters.modules[0]):
+            raise ValueError(
+                "a backward has ended inside another one, as with activation checkpointing by "
+                "checkpoint(..., use_reentrant=True): attach_fsdp needs use_reentrant=False"
+            )
         if not reduced.flats:  # a backward without all-reduce
             return
         self._check_complete(reduced)

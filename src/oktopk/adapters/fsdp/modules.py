@@ -89,6 +89,11 @@ def sharded_modules(model: nn.Module) -> list[ShardedModule]:
     return found
 
 
+def is_in_backward(module: ShardedModule) -> bool:
+    """Whether FSDP's own callback at the end of backward has still to run."""
+    return module.module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
+
+
 def param_groups(module: FSDPModule) -> list[Any]:
     """FSDP's records of the parameters that it reduces together."""
     return module._get_fsdp_state()._fsdp_param_groups

@@ -1,4 +1,4 @@
-"""`ShardLayout`: this rank's shards of the parameters, and where they lie in FSDP's flat vectors."""
+"""`ShardLayout`: this rank's shards of the parameters, and where FSDP's flat vectors have them."""
 
 from __future__ import annotations
 

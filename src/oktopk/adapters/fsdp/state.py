@@ -96,8 +96,8 @@ def _resharded(
     if not set(mine) <= set(by_replica):
         raise StateError(
             f"the state is of {metadata.world_size} replicas of {metadata.shards} shards; for "
-            f"{replicas} replicas this one needs the residuals of replicas {mine}, and has those of "
-            f"{sorted(by_replica)}: load it with handle.load_checkpoint"
+            f"{replicas} replicas this one needs the residuals of replicas {mine}, and has only "
+            f"those of {sorted(by_replica)}: load it with handle.load_checkpoint"
         )
     residuals = {
         name: sum(

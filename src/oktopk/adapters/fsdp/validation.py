@@ -36,8 +36,8 @@ def check_model(model: Any) -> None:
 def _check_group(name: str, group: Any) -> None:
     if group._is_hsdp or group.mesh_info.mesh.ndim != 1:
         raise ValueError(
-            f"FSDP module {name!r} is on a mesh of {group.mesh_info.mesh.ndim} dimensions, on which "
-            "FSDP all-reduces gradients between replicas itself, densely, before attach_fsdp sees "
+            f"FSDP module {name!r} is on a mesh of {group.mesh_info.mesh.ndim} dimensions, where "
+            "FSDP itself all-reduces gradients between replicas, densely, before attach_fsdp sees "
             f"them: shard over a mesh of one dimension. Use {MESH}"
         )
     if any(each.is_dtensor for each in group.fsdp_params):
@@ -63,8 +63,8 @@ def _refuse_unmanaged(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in managed:
             raise ValueError(
-                f"parameter {name!r} is not sharded by FSDP (ignored_params), so FSDP hands over no "
-                "gradient of it and the replicas would drift apart: shard it too, or freeze it"
+                f"parameter {name!r} is not sharded by FSDP (ignored_params), so FSDP hands over "
+                "no gradient of it and the replicas would drift apart: shard it too, or freeze it"
             )
 
 

@@ -15,6 +15,8 @@ if signals.started_as_command():  # Ctrl-C while torch is imported must not prin
 
 from oktopk.adapters.ddp.attach import attach
 from oktopk.adapters.ddp.handle import Handle
+from oktopk.adapters.fsdp.attach import attach_fsdp
+from oktopk.adapters.fsdp.handle import FSDPHandle
 from oktopk.adapters.local_steps.handle import LocalSteps
 from oktopk.adapters.local_steps.local_steps import local_steps
 from oktopk.adapters.policy import Policy
@@ -31,6 +33,7 @@ __all__ = [
     "METHODS",
     "Comm",
     "ExchangeError",
+    "FSDPHandle",
     "Handle",
     "LocalSteps",
     "NonfiniteError",
@@ -41,6 +44,7 @@ __all__ = [
     "StepStats",
     "__version__",
     "attach",
+    "attach_fsdp",
     "local_steps",
     "simulate",
 ]

@@ -19,6 +19,7 @@ from oktopk.engine.buckets import Layout
 from oktopk.engine.engine import Engine
 from oktopk.engine.plan import StepPlan
 from oktopk.engine.saved_state import SavedBudget
+from oktopk.engine.shards import UNSHARDED, Shards
 from oktopk.settings import Settings
 from oktopk.stats import StepStats
 
@@ -41,8 +42,9 @@ class Driver(Generic[Parameters]):
         parameters: Parameters,
         on_step: OnStep | None,
         budget: Budget | None = None,
+        shards: Shards = UNSHARDED,
     ) -> None:
-        self.engine = Engine(settings, comm, [])
+        self.engine = Engine(settings, comm, [], shards)
         self.comm, self.parameters = comm, parameters
         self.on_step = on_step
         self.budget = budget

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
-from msgspec import to_builtins
 from torch import Tensor
 
 from oktopk.adapters.driver import Driver, OnStep
@@ -146,8 +144,10 @@ class BaseHandle(ABC, Generic[AnyDriver]):
             engine=self.driver.engine.save(),
             residual_scaling=rates,
             budget=None if budget is None else budget.save(),
+            shards=self.driver.engine.shards.size,
+            shard=self.driver.engine.shards.rank,
         )
-        return json.dumps(to_builtins(metadata))  # not msgspec's JSON, which has no Infinity
+        return saved_state.write_metadata(metadata)
 
     def _copied_residuals(self) -> dict[str, Tensor]:
         """The residuals of all parameters, zero before the first sparse step."""

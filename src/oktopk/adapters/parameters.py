@@ -54,14 +54,21 @@ class ParameterLayout:
         """Names of the parameters that travel dense."""
         return [name for name in self.parameters if self.is_dense(name)]
 
+    def stored(self) -> dict[str, Tensor]:
+        """What this rank stores of the parameters, by name."""
+        return self.parameters
+
+    def numel(self, name: str) -> int:
+        """Entries of a parameter in its bucket."""
+        return self.parameters[name].numel()
+
     def bucket(self, names: list[str]) -> Bucket:
         """Where in a bucket of these parameters the dense ones lie."""
         start, dense, sparse = 0, [], []
         for name in names:
-            parameter = self.parameters[name]
             ranges = dense if self.is_dense(name) else sparse
-            ranges.append((start, start + parameter.numel()))
-            start += parameter.numel()
+            ranges.append((start, start + self.numel(name)))
+            start += self.numel(name)
         return Bucket(start, tuple(dense), tuple(sparse) if self._may_be_unused else ())
 
     def views(self, flat: Tensor, names: list[str]) -> dict[str, Tensor]:
@@ -73,7 +80,7 @@ class ParameterLayout:
 
     def parts(self, flat: Tensor, names: list[str]) -> dict[str, Tensor]:
         """The parts of a flat bucket, flat, in the order they lie in memory."""
-        numels = [self.parameters[name].numel() for name in names]
+        numels = [self.numel(name) for name in names]
         return dict(zip(names, flat.split(numels), strict=True))
 
 

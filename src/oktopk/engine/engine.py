@@ -23,6 +23,7 @@ from oktopk.comm.communicator import Comm
 from oktopk.engine.buckets import Bucket, check_indexable, grouped, share_out
 from oktopk.engine.group_tuning import GroupTuning, SavedTuning
 from oktopk.engine.plan import StepPlan, has_quotas, make_plan
+from oktopk.engine.shards import UNSHARDED, Shards
 from oktopk.engine.step import Memory, Step
 from oktopk.errors import NonfiniteError
 from oktopk.methods import METHODS
@@ -48,14 +49,23 @@ class SavedEngine(msgspec.Struct, frozen=True, kw_only=True):
     model_state: SavedThresholds
     tuning: SavedTuning | None = None
     """Of the size of groups, where it is measured."""
+    shares: list[Count] = []
+    """Entries that each shard of the model keeps, of a model that is sharded over ranks."""
 
 
 class Engine:
     """One model's exchange on one rank: residual, method states, quotas, and the step count."""
 
-    def __init__(self, settings: Settings, comm: Comm, buckets: list[Bucket]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        comm: Comm,
+        buckets: list[Bucket],
+        shards: Shards = UNSHARDED,
+    ) -> None:
         self.settings = settings
         self.comm = comm
+        self.shards = shards
         self.step = 0
         """Finished steps."""
 
@@ -99,6 +109,10 @@ class Engine:
         """Entries that each group keeps; empty when the whole model is one group, or before the
         first step that sets them."""
 
+        self.shares: list[int] = []
+        """Entries that each shard of the model keeps; empty before the first step that sets them,
+        and where the model is not sharded."""
+
         self.residual: Tensor | None = None
         self._spare: Tensor | None = None
         """Memory for the next `acc`: fresh memory costs a CPU one fault per page."""
@@ -126,7 +140,9 @@ class Engine:
 
     def plan(self) -> StepPlan:
         """The plan of the next step."""
-        return make_plan(self.settings, self.step, self.buckets, self.quotas)
+        return make_plan(
+            self.settings, self.step, self.buckets, self.quotas, self.shards, self.shares
+        )
 
     def begin(self, like: Tensor) -> Step:
         """Start a step, for gradients of the dtype and on the device of `like`."""
@@ -141,7 +157,8 @@ class Engine:
         else:
             states = [MethodState() for _ in plan.groups]
         method = METHODS[self.settings.method]
-        return Step(plan, self.buckets, method, states, self._memory(plan, like), self.comm)
+        memory = self._memory(plan, like)
+        return Step(plan, self.buckets, method, states, memory, self.comm, self.shards)
 
     def finish(self, step: Step, waited_since: float | None = None) -> StepStats:
         """End the step: all ranks apply it, or none. Every bucket must have been added."""
@@ -154,6 +171,7 @@ class Engine:
             step.plan,
             numel=self.buckets.numel,
             num_dense=0 if step.plan.phase == "dense" else self.buckets.num_dense,
+            k=step.k,
             itemsize=max((grad.dtype.itemsize for grad in step.grads.values()), default=4),
             size=self.comm.size,
             skipped=skipped,
@@ -174,6 +192,8 @@ class Engine:
                 self._set_quotas(step)
             elif step.plan.phase == "sparse":
                 self.group_states = step.states
+            if step.plan.divides_k:
+                self.shares = step.shares
             if step.memory.acc is not None:
                 before, self.residual = self.residual, step.memory.acc
                 self._spare = before if step.memory.acc.device.type == "cpu" else None
@@ -189,7 +209,7 @@ class Engine:
             for group in self.buckets.groups
         ]
         limits = [self.buckets.num_sparse(group) for group in self.buckets.groups]
-        self.quotas = share_out(step.plan.k, counts, limits)
+        self.quotas = share_out(step.k, counts, limits)
         self.group_states = [copy(state) for state in self.group_states]
         for state in self.group_states:
             state.local, state.result = self.model_state.local, self.model_state.result
@@ -225,6 +245,7 @@ class Engine:
             group_states=[state.save() for state in self.group_states],
             model_state=self.model_state.save(),
             tuning=self.tuning and self.tuning.save(),
+            shares=list(self.shares),
         )
 
     def load(self, saved: SavedEngine) -> None:
@@ -235,7 +256,7 @@ class Engine:
             self.regroup(self.tuning.group_numel_at(saved.step, self.group_numel))
         if not self._has_same_groups(saved):
             return
-        self.quotas = list(saved.quotas)
+        self.quotas, self.shares = list(saved.quotas), list(saved.shares)
         self.model_state.load(saved.model_state)
         for state, thresholds in zip(self.group_states, saved.group_states, strict=True):
             state.load(thresholds)
@@ -247,6 +268,8 @@ class Engine:
             return False
         if len(saved.quotas) not in (0, len(groups)):
             return False
+        if len(saved.shares) not in (0, self.shards.size):
+            return False
         numels = [starts[group.stop] - starts[group.start] for group in groups]
         states = (*saved.group_states, saved.model_state)
         pairs = zip(states, (*numels, self.buckets.numel), strict=True)
@@ -256,7 +279,8 @@ class Engine:
         """A digest of what must be the same on every rank before a step."""
         states = [state.shared() for state in (*self.group_states, self.model_state)]
         tuned = self.tuning and (self.tuning.start, self.tuning.choices, self.tuning.chosen)
-        return sha256(repr((self.step, self.quotas, states, tuned)).encode()).hexdigest()[:12]
+        digest = sha256(repr((self.step, self.quotas, self.shares, states, tuned)).encode())
+        return digest.hexdigest()[:12]
 
     def _memory(self, plan: StepPlan, like: Tensor) -> Memory:
         """The residual before the step, zero before the first sparse step, and memory for `acc`."""

@@ -6,9 +6,11 @@ rank. So every rank has the same plan.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from oktopk.engine.buckets import Buckets
+from oktopk.engine.shards import UNSHARDED, Shards
 from oktopk.methods.base import Average
 from oktopk.settings import Settings, num_kept
 from oktopk.stats import Phase
@@ -36,7 +38,14 @@ class StepPlan:
     phase: Phase
     density: float
     k: int
-    """Entries of the whole model to keep; those that travel dense come on top."""
+    """Entries to keep; those that travel dense come on top. Of a model that is sharded over ranks
+    these are the entries of this rank's shard, as far as they are known before the step."""
+
+    model_k: int
+    """Entries of the whole model to keep, all shards together."""
+
+    divides_k: bool
+    """Whether the shards of the model divide `model_k` anew in this step (`engine.shards`)."""
 
     codec: CodecName
     overshoot: float
@@ -53,8 +62,15 @@ class StepPlan:
     """Whether all buckets are one group, in order to set the quotas of the next steps."""
 
 
-def make_plan(settings: Settings, step: int, buckets: Buckets, quotas: list[int]) -> StepPlan:
-    """The plan of step number `step`."""
+def make_plan(
+    settings: Settings,
+    step: int,
+    buckets: Buckets,
+    quotas: list[int],
+    shards: Shards = UNSHARDED,
+    shares: Sequence[int] = (),
+) -> StepPlan:
+    """The plan of step number `step`. `shares` are the entries that each shard keeps, if known."""
     if settings.is_dense(step):
         groups = tuple(
             GroupPlan(range(i, i + 1), bucket.numel) for i, bucket in enumerate(buckets.items)
@@ -64,6 +80,8 @@ def make_plan(settings: Settings, step: int, buckets: Buckets, quotas: list[int]
             phase="dense",
             density=1.0,
             k=buckets.numel,
+            model_k=buckets.numel,
+            divides_k=False,
             codec="plain",
             overshoot=0.0,
             average="all",
@@ -72,8 +90,15 @@ def make_plan(settings: Settings, step: int, buckets: Buckets, quotas: list[int]
             whole_model=False,
         )
     density = settings.density_at(step)
+    model_k = num_kept(shards.num_sparse(buckets), density)
+    divides = shards.size > 1 and density < 1 and settings.scope == "model"
+    divides_k = divides and (_is_due(settings, step) or sum(shares) != model_k)
     k = num_kept(buckets.numel - buckets.num_dense, density)
-    whole_model = _sets_quotas(settings, step, buckets, quotas, k)
+    if divides and not divides_k:
+        k = shares[shards.rank]
+    whole_model = has_quotas(settings, buckets) and (
+        divides_k or _is_due(settings, step) or sum(quotas) != k
+    )
     if whole_model:
         groups = (GroupPlan(buckets.everything, _all_if_dense(buckets.numel, k, density)),)
     else:
@@ -88,6 +113,8 @@ def make_plan(settings: Settings, step: int, buckets: Buckets, quotas: list[int]
         phase="sparse",
         density=density,
         k=k,
+        model_k=model_k,
+        divides_k=divides_k,
         codec=codec,
         overshoot=settings.overshoot_at(step),
         average=settings.average,
@@ -102,14 +129,10 @@ def has_quotas(settings: Settings, buckets: Buckets) -> bool:
     return len(buckets.groups) > 1 and settings.scope == "model"
 
 
-def _sets_quotas(
-    settings: Settings, step: int, buckets: Buckets, quotas: list[int], k: int
-) -> bool:
-    if not has_quotas(settings, buckets):
-        return False
+def _is_due(settings: Settings, step: int) -> bool:
+    """Whether k is divided anew in this step, among groups of buckets and among shards."""
     sparse_step = step - settings.warmup_steps
-    due = sparse_step in QUOTA_STEPS or sparse_step % settings.exact_every == 0
-    return due or sum(quotas) != k
+    return sparse_step in QUOTA_STEPS or sparse_step % settings.exact_every == 0
 
 
 def _group_k(

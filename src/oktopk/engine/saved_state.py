@@ -74,6 +74,11 @@ class SavedMetadata(msgspec.Struct, frozen=True, kw_only=True):
     residual_scaling: SavedRates
     exchanged: Exchanged = "gradients"
     budget: SavedBudget | None = None
+    shards: Annotated[int, Meta(ge=1)] = 1
+    """Ranks that one replica of the model is sharded over."""
+
+    shard: Count = 0
+    """Which of them saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +170,7 @@ def _parse(state: Any) -> Saved:
             "not a state of a handle: expected what `state_dict` gave, with 'metadata' and "
             f"'residuals', got {had or 'an empty one'}"
         )
-    metadata = _parse_metadata(state["metadata"])
+    metadata = parse_metadata(state["metadata"])
     residuals = checked_tensors(state["residuals"], "residuals", DTYPES)
     arrived = checked_tensors(state.get("arrived", {}), "arrived", (torch.int32,))
     for name, residual in residuals.items():
@@ -183,7 +188,12 @@ def _check_format(version: Any) -> None:
         )
 
 
-def _parse_metadata(text: Any) -> SavedMetadata:
+def write_metadata(metadata: SavedMetadata) -> str:
+    """The text of a state's metadata."""
+    return json.dumps(msgspec.to_builtins(metadata))  # not msgspec's JSON, which has no Infinity
+
+
+def parse_metadata(text: Any) -> SavedMetadata:
     if not isinstance(text, str):
         raise StateError(f"'metadata' must be text, got a {type(text).__name__}")
     try:

@@ -20,6 +20,7 @@ from oktopk.engine.buckets import Buckets, by_bucket
 from oktopk.engine.plan import GroupPlan, StepPlan
 from oktopk.engine.recorder import StepRecorder
 from oktopk.engine.residual import apply_dense_, apply_sparse_
+from oktopk.engine.shards import UNSHARDED, Shards
 from oktopk.methods import dense
 from oktopk.methods.base import Method, SparseMethod, SparseSum
 from oktopk.methods.candidates import Candidates
@@ -52,8 +53,15 @@ class Step:
         states: list[MethodState],
         memory: Memory,
         comm: Comm,
+        shards: Shards = UNSHARDED,
     ) -> None:
         self.plan = plan
+        self.k = plan.k
+        """Entries to keep: the plan's, unless this step divides k among the shards."""
+
+        self.shares: list[int] = []
+        """Entries that each shard keeps, in a step that divides k."""
+
         self.states = states
         """One for each group; copies of the engine's."""
 
@@ -63,6 +71,7 @@ class Step:
 
         self.recorder = StepRecorder(comm.ledger)
         self._buckets, self._method, self._comm = buckets, method, comm
+        self._shards = shards
         self._unused: list[tuple[int, int]] = []
         """Ranges of the model without a gradient: their residual is left out of the step."""
 
@@ -82,15 +91,19 @@ class Step:
         self._moves[self._group_of[bucket]].send(grad)
 
     def agree_on_finite(self) -> bool:
-        """Whether no rank had a NaN or Inf, in a gradient or in a sum. The same on every rank.
+        """Whether no rank had a NaN or Inf, in a gradient or in a sum. The same on every rank, of
+        all shards of the model.
 
         The flag of each rank traveled with the sizes of its messages. Sums may overflow though no
         gradient did; they are the same on all ranks, so all ranks see that too.
         """
         dtypes = {bucket: grad.dtype for bucket, grad in self.grads.items()}
         finite = self.recorder.all_finite(dtypes, self._divisor / (1 + self.plan.overshoot))
-        self._comm.nonfinite = self._comm.nonfinite or not finite
-        return not self._comm.nonfinite
+        finite = finite and not self._comm.nonfinite
+        device = next((grad.device for grad in self.grads.values()), torch.device("cpu"))
+        finite = self._shards.agree_on_finite(finite, device)
+        self._comm.nonfinite = not finite
+        return finite
 
     def apply(self) -> None:
         """Write the averages into the gradients, and the next residual into `memory.acc`."""
@@ -125,7 +138,7 @@ class Step:
         assert isinstance(method, SparseMethod) and self.memory.acc is not None
         acc = self._buckets.part(self.memory.acc, group.buckets)
         candidates = None
-        if method.propose is not None and not self.plan.whole_model:
+        if method.propose is not None and not (self.plan.whole_model or self.plan.divides_k):
             candidates = method.propose(acc, group.k, state)
         dense_parts = []
         for bucket in group.buckets:
@@ -133,12 +146,13 @@ class Step:
             with recorder.clock("select"):  # acc = residual + gradient
                 dense_parts.append(self._accumulate(bucket, grad, candidates))
         with recorder.clock("select"):  # local = select(acc)
-            local = method.select(acc, group.k, state, candidates)
+            k = self._divided(acc) if self.plan.divides_k else group.k
+            local = method.select(acc, k, state, candidates)
             dense_part = torch.cat(dense_parts)
-            local = self._without_nonfinite(local, group.k, acc, dense_part)
+            local = self._without_nonfinite(local, k, acc, dense_part)
         with recorder.clock("exchange"):  # result = exchange(local)
             how = self.plan.codec, self._comm, self.plan.average
-            sums = method.exchange(local, dense_part, group.k, state, *how)
+            sums = method.exchange(local, dense_part, k, state, *how)
             recorder.sums |= by_bucket(sums, group.buckets, self._buckets)
         del local, sums, dense_part, dense_parts, candidates  # their memory is not needed any more
         yield  # wait until all groups are exchanged and all ranks agree to apply
@@ -202,6 +216,12 @@ class Step:
             if not grad[start:end].any():
                 x[start:end] = -residual[start:end]
                 self._unused.append((offset + start, offset + end))
+
+    def _divided(self, acc: Tensor) -> int:
+        """Divide the model's k among its shards; return the entries that this one keeps."""
+        self.shares = self._shards.divide(acc, self.plan.model_k, self._comm)
+        self.k = self.shares[self._shards.rank]
+        return self.k
 
     def _without_nonfinite(self, local: Sparse, k: int, acc: Tensor, dense_part: Tensor) -> Sparse:
         """Raise this rank's flag at a NaN or Inf, and offer nothing then.

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, NAdam, RAdam
 
+from oktopk.optim.flat_views import local_shard
+
 KNOWN = (Adam, AdamW, NAdam, RAdam)
 """Adam's rule, `beta2 * exp_avg_sq + (1 - beta2) * grad^2`, is known to hold for these."""
 
@@ -30,7 +32,7 @@ def second_moment(parameter: Tensor, state: dict[str, Any]) -> Tensor | str:
     name = next((name for name in SECOND if name in state), None)
     if name is None:
         return f"its state has no second moment, only {', '.join(map(str, state))}"
-    moment = state[name]
+    moment, parameter = local_shard(state[name]), local_shard(parameter)
     if type(moment) not in (Tensor, torch.nn.Parameter):
         return f"its {name} is a {type(moment).__name__}, not a plain tensor"
     if not moment.is_floating_point():

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+T = TypeVar("T", Tensor, Tensor | None)
 CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
+
+
+def local_shard(x: T) -> T:
+    """This rank's shard of a DTensor, sharing its memory; any other tensor, or None, as it is."""
+    return x._local_tensor.detach() if isinstance(x, DTensor) else x
 
 
 def stored_alike(*tensors: Tensor) -> bool:

@@ -28,6 +28,7 @@ from oktopk.optim.adam_state import (
 )
 from oktopk.optim.flat_views import (
     flattened,
+    local_shard,
     put_back,
     set_at,
     stored_alike,
@@ -113,16 +114,16 @@ class StalenessCorrection:
         return {
             name: self._arrived[name].clone()
             if name in self._arrived
-            else torch.full_like(p, NEVER, dtype=torch.int32)
+            else torch.full_like(local_shard(p), NEVER, dtype=torch.int32)
             for name, p in self._parameters.items()
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self._arrived = {}
         for name, steps in state.items():
-            parameter = self._parameters.get(name)
-            if parameter is None or (steps == NEVER).all():
+            if name not in self._parameters or (steps == NEVER).all():
                 continue
+            parameter = local_shard(self._parameters[name])
             if steps.shape != parameter.shape:
                 shapes = f"{tuple(steps.shape)}, and the parameter {tuple(parameter.shape)}"
                 raise ValueError(f"the steps in which {name} arrived have the shape {shapes}")
@@ -174,7 +175,7 @@ class StalenessCorrection:
         for name, parameter in self._parameters.items():
             if parameter.grad is None or id(parameter) not in owned:
                 continue
-            grad, state = parameter.grad.detach(), self._local.state.get(parameter)
+            grad, state = local_shard(parameter.grad.detach()), self._local.state.get(parameter)
             square = second_moment(parameter, state) if state else None
             if isinstance(square, str):
                 self._give_up(f"of {name}, {square}")
@@ -183,7 +184,7 @@ class StalenessCorrection:
                 self._arrived[name] = torch.full_like(grad, step - 1, dtype=torch.int32)
             arrived = self._arrived[name]
             if state and square is not None:
-                peak = state.get("max_exp_avg_sq")
+                peak = local_shard(state.get("max_exp_avg_sq"))
                 late.append(Moment(grad, square, peak, arrived, betas[id(parameter)]))
             if square is None or not self._trusted:  # no state yet, or on another rank
                 _, found_inf = scaling(self._local, grad.device)

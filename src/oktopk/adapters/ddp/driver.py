@@ -19,9 +19,9 @@ from oktopk.adapters.clipping import clip_
 from oktopk.adapters.ddp.bucket_tracker import SETTLED, BucketTracker
 from oktopk.adapters.ddp.communication_thread import ReadyBucket, share
 from oktopk.adapters.ddp.parameters import DDPParameterLayout
-from oktopk.adapters.driver import Driver, OnStep
+from oktopk.adapters.driver import OnStep
+from oktopk.adapters.gradient_driver import GradientDriver
 from oktopk.comm.communicator import Comm
-from oktopk.comm.replica_check import check_replicas
 from oktopk.engine.buckets import Layout
 from oktopk.engine.group_tuning import FIRST_STEPS, GroupTuning
 from oktopk.engine.step import Step
@@ -46,7 +46,7 @@ class DriverOptions:
     """Whether buckets may be exchanged while backward continues."""
 
 
-class StepDriver(Driver[DDPParameterLayout]):
+class StepDriver(GradientDriver[DDPParameterLayout]):
     """The steps of a DDP model on this rank."""
 
     def __init__(
@@ -59,15 +59,11 @@ class StepDriver(Driver[DDPParameterLayout]):
         on_step: OnStep | None,
         budget: Budget | None = None,
     ) -> None:
-        super().__init__(settings, comm, parameters, on_step, budget)
+        super().__init__(settings, comm, parameters, scaling, options.check_every, on_step, budget)
         self.buckets = BucketTracker()
         self.joined = self.has_joined = False
         """Whether this rank ran out of data in a `join` and shadows the others, now or ever."""
 
-        self.lr_factors: dict[str, float] = {}
-        """By parameter: the factor by which the residual was rescaled at the start of the step."""
-
-        self.scaling = scaling
         self._options = options
         self._overlapped: list[tuple[int, ...]] = []
         """Signatures of DDP's buckets, once each is exchanged as it arrives; empty before."""
@@ -121,7 +117,7 @@ class StepDriver(Driver[DDPParameterLayout]):
         if known != [ready.signature()]:
             raise RuntimeError("DDP changed its buckets in the middle of training")
         if ready.index == 0:
-            self._step = self._begin(ready.buffer)
+            self._step = self.begin(ready.buffer)
         assert self._step is not None
         self._step.add_bucket(ready.index, ready.buffer)
 
@@ -135,7 +131,7 @@ class StepDriver(Driver[DDPParameterLayout]):
                 self.set_layout(layout, self.residuals)
         if not self.is_checked:
             first = self._waiting[0].buffer
-            self.check_consistency(first, check_every=self._options.check_every)
+            self.check_consistency(first, check_every=self.check_every)
         needs_copies = layout != ddp_layout
         may_overlap = self._options.overlaps and self._options.clip_before is None
         if self.buckets.is_steady and not needs_copies and may_overlap:
@@ -144,34 +140,15 @@ class StepDriver(Driver[DDPParameterLayout]):
         grads = copies or [ready.buffer for ready in self._waiting]
         if self._options.clip_before is not None:
             clip_(grads, self._options.clip_before * self.scaling.loss_scale)
-        self._step = self._begin(grads[0])
+        self._step = self.begin(grads[0])
         for bucket, grad in enumerate(grads):
             self._step.add_bucket(bucket, grad)
         self._copies = copies
 
-    def _begin(self, like: Tensor) -> Step:
+    def begin(self, like: Tensor) -> Step:
+        """Begin a step, with the groups of buckets that it is to have."""
         self._tune_groups()
-        self._rescale_residual()
-        step = self.engine.begin(like)  # from here on all traffic counts for this step
-        plan, buckets = step.plan, self.engine.buckets
-        is_first = plan.step == self.engine.settings.warmup_steps
-        if plan.phase == "sparse" and is_first and self.comm.rank == 0:
-            log.info(
-                "step %d: the sparse phase begins, %s at density %g: %d of %d entries, %d dense",
-                plan.step,
-                self.engine.settings.method,
-                plan.density,
-                plan.k,
-                buckets.numel,
-                buckets.num_dense,
-            )
-        try:
-            self._check_replicas(plan.step)
-            self.revise_budget(plan)
-        except BaseException:
-            step.discard()
-            raise
-        return step
+        return super().begin(like)
 
     def _tune_groups(self) -> None:
         """Group the buckets as this step is to be measured, or as all ranks choose now."""
@@ -218,23 +195,8 @@ class StepDriver(Driver[DDPParameterLayout]):
                 took,
             )
 
-    def _check_replicas(self, step: int) -> None:
-        every = self._options.check_every
-        if every and step and step % every == 0:
-            flags = {"joined": self.joined, "has_joined": self.has_joined}
-            check_replicas(self.parameters.parameters, self.comm, step, **flags)
-
-    def _rescale_residual(self) -> None:
-        """Bring the residual to the present loss scale and learning rates."""
-        with self.engine.lock:  # a state must not have new rates beside an old residual
-            scale = self.scaling.loss_scale_factor()
-            if scale != 1.0:
-                self.engine.rescale(scale)
-            # called in every step, whatever the settings: it must see every learning rate
-            factors = self.scaling.lr_factors(self.parameters.parameters)
-            self.lr_factors = factors if self.engine.settings.rescale_with_lr else {}
-            for name, residual in self.residuals.items() if self.lr_factors else ():
-                residual.mul_(self.lr_factors.get(name, 1.0))
+    def _replica_flags(self) -> dict[str, bool]:
+        return {"joined": self.joined, "has_joined": self.has_joined}
 
     def _finish(self, last: ReadyBucket) -> None:
         assert self._step is not None

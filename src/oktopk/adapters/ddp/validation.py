@@ -21,7 +21,8 @@ def check_model(model: object) -> None:
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"attach needs a DistributedDataParallel model, got {type(model).__name__}; Accelerate "
-            "and Lightning wrap the model only when there is more than one process"
+            "and Lightning wrap the model only when there is more than one process; for what "
+            "fully_shard was called with, use oktopk.attach_fsdp"
         )
     _refuse_wrapping(model)
     _refuse_hooks(model)

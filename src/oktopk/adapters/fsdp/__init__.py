@@ -1,0 +1,1 @@
+"""FSDP2: sharded inside a site, sparse between sites."""

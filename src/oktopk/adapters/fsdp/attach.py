@@ -1,0 +1,217 @@
+"""`attach_fsdp`: a model that FSDP2 shards inside a site, and that several sites train together.
+
+FSDP reduces gradients inside the site and calls a hook with this rank's shard of them. The exchange
+with the ranks that have the same shard at other sites goes through the same engine as `attach`.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from oktopk.adapters.connect import agree_by_store, describe_group, describe_parameters
+from oktopk.adapters.driver import OnStep
+from oktopk.adapters.fsdp.connect import connect_axes
+from oktopk.adapters.fsdp.driver import ShardDriver
+from oktopk.adapters.fsdp.handle import FSDPHandle
+from oktopk.adapters.fsdp.modules import reshard, shard_group, sharded_modules
+from oktopk.adapters.fsdp.parameters import ShardLayout
+from oktopk.adapters.fsdp.validation import as_group, check_grid, check_model, check_modules
+from oktopk.adapters.handle import Connection
+from oktopk.adapters.policy import Policy
+from oktopk.adapters.validation import check_types, time_limit
+from oktopk.engine.buckets import check_indexable
+from oktopk.engine.shards import ShardGroup
+from oktopk.optim.presets import apply_preset, schedule_after_warmup, warn_if_short
+from oktopk.optim.residual_scaling import ResidualScaling
+from oktopk.settings import OnNonfinite, Settings
+from oktopk.utils.arguments import integer
+from oktopk.utils.device import to_host
+from oktopk.wire.codec import CodecName
+
+
+def attach_fsdp(
+    model: nn.Module,
+    replicate_group: dist.ProcessGroup | DeviceMesh,
+    *,
+    method: str = "oktopk",
+    density: float = 0.02,
+    warmup_steps: int = 128,
+    ramp_steps: int | None = None,
+    schedule: tuple[tuple[int, float], ...] | None = None,
+    optimizer: Optimizer | LRScheduler | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    overshoot: float | None = None,
+    staleness_correction: bool | None = None,
+    rescale_with_lr: bool | None = None,
+    max_beta1: float | None = None,
+    policy: Policy | None = None,
+    wire: CodecName = "bf16",
+    exact_every: int = 32,
+    bounds_every: int = 64,
+    on_nonfinite: OnNonfinite | None = None,
+    on_step: OnStep | None = None,
+    check_every: int = 100,
+    timeout: float = 300.0,
+    total_steps: int | None = None,
+) -> FSDPHandle:
+    """Exchange gradients sparsely between replicas of a model that FSDP2 shards.
+
+    Every rank of the job must call it, after `fully_shard` and before training. Gradients are
+    averaged over replicas at the end of every backward that reduces them, so clipping and the
+    optimizer see what they see with torch's own HSDP. All replicas must start from the same
+    weights.
+
+    Args:
+        model: what `fully_shard` was called with, on a mesh of one dimension: the ranks of a site.
+        replicate_group: the ranks that have the same shard of every replica, as a process group or
+            a mesh of one dimension.
+        method: a name of `oktopk.METHODS`.
+        density: fraction of the entries of the whole model that is kept, in (0, 1].
+        warmup_steps: dense steps before the sparse phase.
+        ramp_steps: steps after the warm-up in which the density falls from 25 %. By default twice
+            the warm-up if there is an optimizer, else 0.
+        schedule: (steps, density) pairs that follow the warm-up, instead of a ramp.
+        optimizer: the optimizer or a scheduler of it; see `oktopk.attach`.
+        scaler: residuals are rescaled with its loss scale, and a NaN is delivered for it to see. A
+            disabled scaler counts as none.
+        overshoot: see `oktopk.Settings`. None: as the optimizer's preset says.
+        staleness_correction: see `oktopk.Settings`. None: as the optimizer's preset says.
+        rescale_with_lr: see `oktopk.Settings`. None: as the optimizer's preset says.
+        max_beta1: see `oktopk.Settings`. None leaves Adam's first beta alone.
+        policy: which parameters travel dense, by their whole shapes; biases, norms and tiny ones
+            by default.
+        wire: how entries travel: `plain`, `fp32`, `bf16`, `fp16`, `int8`, `int4`, `int2` or
+            `sign`; the fewer bits, the more rounding stays in the residual.
+        exact_every: steps between exact thresholds, and between divisions of k among the shards.
+        bounds_every: steps between updates of the region bounds (`oktopk`).
+        on_nonfinite: what all ranks of all replicas do when one has a NaN or Inf: `skip` the step,
+            `raise`, or `deliver` NaN. None: deliver with a scaler, else skip.
+        on_step: called with the `StepStats` of every finished step, of this rank's shard: it must
+            not start collectives. An error in it is logged.
+        check_every: steps between comparisons of the weights of all replicas, beside the first; 0
+            is never.
+        timeout: seconds a rank waits for the others before it raises. The last third of them, at
+            most 5 s, is for finding out which rank is missing.
+        total_steps: how long the run will be, to warn if it ends before the sparse phase.
+    """
+    check_types(policy=policy, on_step=on_step, comm=None)
+    scaling = ResidualScaling(optimizer, scaler)
+    if on_nonfinite is None:
+        on_nonfinite = "deliver" if scaling.has_scaler else "skip"
+    chosen = {
+        "overshoot": overshoot,
+        "staleness_correction": staleness_correction,
+        "rescale_with_lr": rescale_with_lr,
+    }
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    settings = Settings(
+        method=method,
+        density=density,
+        warmup_steps=warmup_steps,
+        schedule=() if schedule is None else schedule,
+        max_beta1=max_beta1,
+        wire=wire,
+        exact_every=exact_every,
+        bounds_every=bounds_every,
+        on_nonfinite=on_nonfinite,
+        **chosen,
+    )
+    if schedule is not None and ramp_steps is not None:
+        raise ValueError("pass schedule or ramp_steps, not both")
+    if schedule is None:
+        after_warmup = schedule_after_warmup(settings, scaling.optimizer, ramp_steps)
+        settings = replace(settings, schedule=after_warmup)
+    is_first = dist.get_rank() == 0
+    settings = apply_preset(settings, scaling.optimizer, chosen, logs=is_first)
+    if total_steps is not None and is_first and method != "dense":
+        warn_if_short(settings, integer("total_steps", total_steps, least=1))
+    check_every = integer("check_every", check_every, least=0)
+    job = _job(model, replicate_group, policy or Policy(), scaling, time_limit(timeout))
+    return _start(job, settings, check_every, on_step)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Job:
+    """What `attach_fsdp` was called with, apart from the settings."""
+
+    parameters: ShardLayout
+    replicas: list[int]
+    """Ranks of the job that have this rank's shard."""
+
+    shards: list[int]
+    """Ranks of the job that have the other shards of this replica."""
+
+    scaling: ResidualScaling
+    timeout: float
+
+
+def _job(
+    model: nn.Module, replicate_group: Any, policy: Policy, scaling: ResidualScaling, timeout: float
+) -> _Job:
+    group = as_group(replicate_group)
+    check_model(model)
+    reshard(model)
+    modules = sharded_modules(model)
+    check_modules(modules)
+    replicas = dist.get_process_group_ranks(group)
+    shards = dist.get_process_group_ranks(shard_group(modules[0]))
+    check_grid(replicas, shards)
+    return _Job(
+        parameters=ShardLayout(dict(model.named_parameters()), modules, policy),
+        replicas=replicas,
+        shards=shards,
+        scaling=scaling,
+        timeout=timeout,
+    )
+
+
+def _start(job: _Job, settings: Settings, check_every: int, on_step: OnStep | None) -> FSDPHandle:
+    """Compare with the other ranks, connect both axes, and set FSDP's hooks."""
+    if settings.method != "dense":
+        check_indexable([module.numel for module in job.parameters.modules], settings.scope)
+    agree = partial(agree_by_store, dist.group.WORLD, job.timeout)
+    prefix = agree(_described(job, settings, check_every), "attach_fsdp", "oktopk.attach_fsdp")
+
+    def agree_to_load(values: dict[str, Any], step: int) -> None:
+        agree(values, "load_state_dict", f"{prefix}.step-{step}")
+
+    with ExitStack() as undo:  # nothing is left behind where one of these fails
+        device = job.parameters.device
+        axes = connect_axes(job.replicas, job.shards, job.timeout, undo, device)
+        mine = torch.tensor([job.parameters.num_sparse], device=device)
+        limits = to_host(axes.shards.all_gather_header(mine, stage="start"))[0]
+        shards = ShardGroup(axes.shards, limits)
+        driver = ShardDriver(
+            settings, axes.replicas, job.parameters, job.scaling, check_every, on_step, shards
+        )
+        connection = Connection(
+            failure_detector=axes.failure_detector, agree_to_load=agree_to_load, owns_comm=True
+        )
+        handle = FSDPHandle(driver, connection, axes.everyone)
+        undo.pop_all()
+    return handle
+
+
+def _described(job: _Job, settings: Settings, check_every: int) -> dict[str, Any]:
+    """What must be the same on every rank."""
+    return asdict(settings) | {
+        "check_every": check_every,
+        "timeout": job.timeout,
+        "optimizer": type(job.scaling.optimizer).__name__,
+        "scaler": job.scaling.has_scaler,
+        "replicas": len(job.replicas),
+        "shards": len(job.shards),
+        "FSDP modules": " ".join(module.name for module in job.parameters.modules),
+        **describe_group(dist.group.WORLD),
+        **describe_parameters(job.parameters),
+    }

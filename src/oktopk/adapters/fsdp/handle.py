@@ -1,0 +1,211 @@
+"""`FSDPHandle`: what `attach_fsdp` returns."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from oktopk.adapters.fsdp import state as fsdp_state
+from oktopk.adapters.fsdp.driver import ShardDriver
+from oktopk.adapters.handle import BaseHandle, Connection
+from oktopk.comm.communicator import Comm
+from oktopk.comm.ledger import Traffic
+from oktopk.engine.saved_state import Saved, taken_over
+from oktopk.errors import ExchangeError, NonfiniteError
+from oktopk.optim.staleness import StalenessCorrection
+from oktopk.sparse import acc_dtype
+
+CLOSED = "the handle of this model was closed: call attach_fsdp again"
+
+
+class FSDPHandle(BaseHandle[ShardDriver]):
+    """The statistics and the state of an attached FSDP model, and a way to detach it.
+
+    Statistics and residuals are those of this rank's shard.
+    """
+
+    def __init__(self, driver: ShardDriver, connection: Connection, everyone: Comm) -> None:
+        super().__init__(driver, connection)
+        self.failure: BaseException | None = None
+        """The error that ended the exchange for good; None while it is well."""
+
+        parameters = driver.parameters
+        this = weakref.ref(self)  # the optimizer must not keep a handle alive
+        self._staleness = StalenessCorrection(
+            driver.scaling.optimizer,
+            {name: p for name, p in parameters.parameters.items() if not parameters.is_dense(name)},
+            self.settings,
+            last=lambda: handle.stats if (handle := this()) else None,
+            logs=everyone.rank == 0,
+        )
+        self._everyone = everyone
+        self._backward = -1
+        """The number that autograd gave to the backward whose end is awaited."""
+
+        self._finalizer = weakref.finalize(self, connection.failure_detector.close)
+        for number, module in enumerate(parameters.modules):
+            module.hook(partial(self._take, number))
+
+    @property
+    def traffic(self) -> dict[str, Traffic]:
+        """What this rank sent and received since the start, by axis.
+
+        `replicate` is what goes between sites. `shard` is what the exchange adds inside a site:
+        flags and counts. `reduce-scatter` is what FSDP itself sends of gradients inside a site, by
+        the formula of a reduce-scatter; its all-gathers of parameters are not counted.
+        """
+        return {
+            "replicate": self.comm.ledger.total(),
+            "shard": self.driver.shard_comm.ledger.total(),
+            "reduce-scatter": self.driver.reduce_scattered,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a bit-exact resume needs, for `torch.distributed.checkpoint`.
+
+        Residuals are DTensors by name, those of this rank's replica; so are the steps in which
+        entries last arrived. It belongs to the weights after `optimizer.step()`. The keys are the
+        same at any time, so the state of a fresh handle is a template to load into, on the same
+        mesh. `load_checkpoint` loads a checkpoint of any mesh.
+        """
+        layout, (replica, shard) = self.driver.parameters, self._place
+        text = self._metadata(layout.layout, self.driver.scaling.save())
+        return {
+            "residuals": {str(replica): fsdp_state.as_dtensors(self._copied_residuals(), layout)},
+            "arrived": fsdp_state.as_dtensors(self._staleness.state_dict(), layout),
+            "metadata": {fsdp_state.place(replica, shard): text},
+        }
+
+    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Continue where `state_dict` was taken: the same bits as a run that never stopped.
+
+        On another mesh the residuals must be those that `load_checkpoint` asks for: with R
+        replicas, replica r takes over the residuals of replicas r, r+R, ... Every rank must call
+        it; in the middle of training the ranks wait for each other.
+        """
+        saved = self._read(state)
+        with self.driver.engine.lock:
+            self._load_exchange(saved, self.driver.layout)
+            self.driver.scaling.load(saved.metadata.residual_scaling)
+            self._staleness.load_state_dict(saved.arrived)
+            self.driver.is_checked = False
+
+    def load_checkpoint(
+        self,
+        checkpoint_id: Any = None,
+        *,
+        key: str = "oktopk",
+        storage_reader: dcp.StorageReader | None = None,
+    ) -> None:
+        """Load a state that `torch.distributed.checkpoint` saved under `key`, on any mesh.
+
+        Every rank must call it. The arguments are those of `dcp.load`.
+        """
+        reader = storage_reader or dcp.FileSystemReader(checkpoint_id)
+        keys = reader.read_metadata().state_dict_metadata
+        template = {key: self._template(*fsdp_state.saved_mesh(keys, key))}
+        dcp.load(template, storage_reader=reader)
+        self.load_state_dict(template[key])
+
+    def gathered_state_dict(self) -> dict[str, Any]:
+        """Not for a sharded model, whose state does not fit one rank."""
+        raise TypeError(
+            "the state of a sharded model is not gathered on one rank: save handle.state_dict() "
+            "with torch.distributed.checkpoint"
+        )
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """Remove the hooks and close the process groups: from now on nothing goes between sites."""
+        for module in self.driver.parameters.modules:
+            module.hook(None)
+        self._staleness.close()
+        self._finalizer()
+        self._everyone.close()
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """Replica and shard of this rank."""
+        return self.comm.rank, self.driver.shard_comm.rank
+
+    def _copied_residuals(self) -> dict[str, Tensor]:
+        views = self.residuals
+        return {
+            name: views[name].clone() if name in views else self._zeros(name)
+            for name in self.driver.parameters.parameters
+        }
+
+    def _zeros(self, name: str) -> Tensor:
+        layout = self.driver.parameters
+        shard = layout.shard(name)
+        return torch.zeros(shard.shape, dtype=acc_dtype(shard), device=layout.device)
+
+    def _template(self, replicas: int, shards: int) -> dict[str, Any]:
+        """What this rank needs of a checkpoint of so many replicas and shards, to load into."""
+        mine = self.state_dict()
+        if (replicas, shards) == (self.comm.size, self.driver.shard_comm.size):
+            return mine
+        layout = self.driver.parameters
+        # one replica at least, for the shapes
+        needed = taken_over(range(replicas), self.comm.rank, self.comm.size) or [0]
+        residuals = {
+            str(each): fsdp_state.as_dtensors(
+                {name: self._zeros(name) for name in layout.parameters}, layout
+            )
+            for each in needed
+        }
+        return mine | {"residuals": residuals, "metadata": {fsdp_state.place(0, 0): ""}}
+
+    def _parse(self, state: dict[str, Any] | list[dict[str, Any]]) -> Saved:
+        shards = self.driver.engine.shards
+        replica, shard = self._place
+        own = fsdp_state.of_this_rank(state, replica, self.comm.size, shard, shards.size)
+        return super()._parse(own)
+
+    def _take(self, number: int, flat: Tensor) -> None:
+        """The hook of an FSDP module, in backward."""
+        with self._failing_together():
+            backward = torch._C._current_graph_task_id()
+            if backward != self._backward:  # the first of this backward
+                self._backward = backward
+                self.driver.forget()
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            self.driver.take(number, flat)
+
+    def _end_backward(self) -> None:
+        """Called by autograd after FSDP's own callback, which has reduced what was left."""
+        with self._failing_together():
+            self._backward = -1
+            self.driver.exchange()
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """An error in the block ends the exchange on all ranks; a skipped step does not."""
+        detector = self._connection.failure_detector
+        detector.step = self.step
+        try:
+            if self.failure is not None:
+                raise RuntimeError(f"an exchange failed before: {self.failure}") from self.failure
+            if self.closed:
+                raise RuntimeError(CLOSED)
+            if detector.diagnosis is not None:
+                raise ExchangeError("another rank reported a failure")
+            yield
+        except NonfiniteError:
+            raise
+        except BaseException as error:  # Ctrl-C too: the other ranks must learn of it
+            if self.failure is None:
+                self.failure = error
+                detector.abort(error, self._everyone)  # raises one that names the rank at fault
+            raise

@@ -1,0 +1,60 @@
+"""`ShardLayout`: this rank's shards of the parameters, and where FSDP's flat vectors have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oktopk.adapters.fsdp.modules import ShardedModule, padded_numel
+from oktopk.adapters.parameters import ParameterLayout
+from oktopk.adapters.policy import Policy
+from oktopk.engine.buckets import Layout
+from oktopk.optim.flat_views import local_shard
+
+
+class ShardLayout(ParameterLayout):
+    """One bucket for each FSDP module. Which parameters travel dense is decided by whole tensors.
+
+    A parameter takes as many entries on every rank: where its rows cannot be divided evenly, those
+    at its end are padding, whose gradient is zero. Nothing of it is ever selected.
+    """
+
+    def __init__(
+        self, named: dict[str, Tensor], modules: list[ShardedModule], policy: Policy
+    ) -> None:
+        self._sharded: dict[str, Any] = {}
+        for module in modules:
+            self._sharded |= module.parameters
+        super().__init__(named, policy)
+        self.modules = modules
+        self.layout: Layout = [list(module.parameters) for module in modules]
+
+    @property
+    def device(self) -> torch.device:
+        """Where gradients are computed; with CPU offload the parameters are elsewhere."""
+        return self.modules[0].device
+
+    def stored(self) -> dict[str, Tensor]:
+        """This rank's shards, by name."""
+        return {name: self.shard(name) for name in self.parameters}
+
+    def shard(self, name: str) -> Tensor:
+        """This rank's shard of a parameter, without padding."""
+        return local_shard(self._sharded[name].sharded_param.detach())
+
+    def numel(self, name: str) -> int:
+        return padded_numel(self._sharded[name])
+
+    def views(self, flat: Tensor, names: list[str]) -> dict[str, Tensor]:
+        """The parts of a flat bucket in the shapes of this rank's shards, without padding."""
+        return {
+            name: part[: self.shard(name).numel()].view(self.shard(name).shape)
+            for name, part in self.parts(flat, names).items()
+        }
+
+    @property
+    def num_sparse(self) -> int:
+        """Entries of this rank's shards that travel sparse, without padding."""
+        return sum(self.shard(name).numel() for name in self.parameters if not self.is_dense(name))

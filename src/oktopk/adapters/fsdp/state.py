@@ -1,0 +1,113 @@
+"""The state of an FSDP model's exchange, as `torch.distributed.checkpoint` saves and reshards it.
+
+Residuals are DTensors in the parameters' shapes, sharded as the parameters are. Every replica has
+residuals of its own, so their keys have the number of the replica. When entries last arrived is the
+same on every replica. What is not a tensor is text, one for each rank:
+
+    {"residuals": {"0": {name: DTensor}}, "arrived": {name: DTensor}, "metadata": {"0-1": text}}
+
+is the state of the rank with shard 1 of replica 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from oktopk.adapters.fsdp.parameters import ShardLayout
+from oktopk.engine.saved_state import SavedMetadata, parse_metadata, taken_over, write_metadata
+from oktopk.errors import StateError
+from oktopk.optim.flat_views import local_shard
+
+KEYS = ("residuals", "arrived", "metadata")
+
+
+def place(replica: int, shard: int) -> str:
+    """The key of a rank's text."""
+    return f"{replica}-{shard}"
+
+
+def as_dtensor(shard: Tensor, like: Tensor) -> DTensor:
+    """A shard as a DTensor in the shape of a parameter, sharded as it is."""
+    assert isinstance(like, DTensor)
+    mesh, placements = like.device_mesh, like.placements
+    shape, stride = like.shape, like.stride()
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def as_dtensors(shards: dict[str, Tensor], layout: ShardLayout) -> dict[str, DTensor]:
+    return {name: as_dtensor(x, layout.parameters[name]) for name, x in shards.items()}
+
+
+def saved_mesh(keys: Iterable[str], key: str) -> tuple[int, int]:
+    """How many replicas and shards a checkpoint is of, by the names of what it has."""
+    pattern = re.compile(re.escape(key) + r"\.metadata\.(\d+)-(\d+)")
+    places = [
+        tuple(map(int, found.groups())) for name in keys if (found := pattern.fullmatch(name))
+    ]
+    if not places:
+        raise StateError(
+            f"the checkpoint has no state of attach_fsdp under {key!r}: save it as "
+            f"{{{key!r}: handle.state_dict()}}"
+        )
+    return max(replica for replica, _ in places) + 1, max(shard for _, shard in places) + 1
+
+
+def of_this_rank(
+    state: Any, replica: int, replicas: int, shard: int, shards: int
+) -> dict[str, Any]:
+    """One rank's state with this rank's shards as plain tensors, from a state of any mesh.
+
+    If the mesh has changed, the residuals of replicas r, r+R, ... are added up, so sums over
+    replicas stay what they were; thresholds and shares of k are found anew.
+    """
+    if not isinstance(state, dict) or not set(KEYS) <= set(state):
+        raise StateError(f"not a state of attach_fsdp: expected one with {sorted(KEYS)}")
+    texts = state["metadata"]
+    if not isinstance(texts, dict) or not texts:
+        raise StateError("'metadata' of the state must have the text of a rank")
+    metadata = parse_metadata(texts.get(place(replica, shard), next(iter(texts.values()))))
+    arrived = {name: local_shard(x) for name, x in state["arrived"].items()}
+    if (metadata.world_size, metadata.shards) == (replicas, shards):
+        if (metadata.rank, metadata.shard) != (replica, shard):
+            raise StateError(
+                f"the state is of shard {metadata.shard} of replica {metadata.rank}, and this rank "
+                f"has shard {shard} of replica {replica}: load each rank's own"
+            )
+        residuals = {name: local_shard(x) for name, x in state["residuals"][str(replica)].items()}
+        text = texts[place(replica, shard)]
+        return {"residuals": residuals, "arrived": arrived, "metadata": text}
+    metadata, residuals = _resharded(state["residuals"], metadata, replica, replicas)
+    metadata = msgspec.structs.replace(metadata, shards=shards, shard=shard)
+    return {"residuals": residuals, "arrived": arrived, "metadata": write_metadata(metadata)}
+
+
+def _resharded(
+    by_replica: dict[str, dict[str, Tensor]], metadata: SavedMetadata, replica: int, replicas: int
+) -> tuple[SavedMetadata, dict[str, Tensor]]:
+    """What a rank of another mesh takes over."""
+    mine = [str(each) for each in taken_over(range(metadata.world_size), replica, replicas)]
+    if not set(mine) <= set(by_replica):
+        raise StateError(
+            f"the state is of {metadata.world_size} replicas of {metadata.shards} shards; for "
+            f"{replicas} replicas this one needs the residuals of replicas {mine}, and has only "
+            f"those of {sorted(by_replica)}: load it with handle.load_checkpoint"
+        )
+    residuals = {
+        name: sum(
+            (local_shard(by_replica[each][name]) for each in mine),
+            torch.zeros_like(local_shard(like)),
+        )
+        for name, like in next(iter(by_replica.values())).items()
+    }
+    # thresholds, bounds and shares were for other shards: without sizes they are not taken over
+    engine = msgspec.structs.replace(metadata.engine, numels=[])
+    return msgspec.structs.replace(
+        metadata, rank=replica, world_size=replicas, engine=engine, layout=[]
+    ), residuals

@@ -1,0 +1,139 @@
+"""The state of an FSDP model through torch.distributed.checkpoint: exact, and on other meshes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from oktopk.errors import StateError
+from sites import SPARSE, build, one_step, shards_of, whole
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+}
+HOW = SPARSE | {"ramp_steps": 0}
+
+
+def save(site, folder: str) -> None:
+    model, optimizer = get_state_dict(site.model, site.optimizer)
+    state = {"model": model, "optimizer": optimizer, "oktopk": site.handle.state_dict()}
+    dcp.save(state, checkpoint_id=folder)
+
+
+def load(site, folder: str) -> None:
+    model, optimizer = get_state_dict(site.model, site.optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        site.model,
+        site.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    site.handle.load_checkpoint(folder)
+
+
+def run(group, kind: str, folder: str, stop: int, steps: int) -> tuple:
+    """The weights and residuals of a run, and of one that was resumed at `stop`."""
+    site = attached(2, kind)
+    for step in range(steps):
+        if step == stop:
+            save(site, folder)
+        one_step(site, step)
+    resumed = attached(2, kind)
+    load(resumed, folder)
+    for step in range(stop, steps):
+        one_step(resumed, step)
+    answers = []
+    for each in (site, resumed):
+        residuals = {name: r.clone() for name, r in each.handle.residuals.items()}
+        answers.append((shards_of(each.model), residuals, each.stats[-1].k))
+        each.handle.close()
+    return tuple(answers)
+
+
+def attached(replicas: int, kind: str):
+    """With the preset of the optimizer: AdamW's has more to save."""
+    return build(replicas, HOW, optimizer=OPTIMIZERS[kind], preset=True)
+
+
+@pytest.mark.parametrize("stop", [1, 7])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_resumed_run_has_the_same_bits(worlds, tmp_path, kind, stop):
+    for straight, resumed in worlds.run(4, run, kind, str(tmp_path / "saved"), stop, 12):
+        assert straight[2] == resumed[2]
+        for mine, other in zip(straight[:2], resumed[:2], strict=True):
+            assert mine.keys() == other.keys() and mine
+            for name, value in mine.items():
+                assert torch.equal(value, other[name]), name
+
+
+def sum_of_residuals(site) -> dict:
+    """By parameter: the whole residuals, summed over replicas."""
+    state = site.handle.state_dict()["residuals"]
+    (mine,) = state.values()
+    totals = {name: x.full_tensor().double() for name, x in mine.items()}
+    for x in totals.values():
+        dist.all_reduce(x, group=site.handle.comm.transport.group)
+    return totals
+
+
+def reshard(group, folder: str, old: int, new: int) -> tuple:
+    """Sums of residuals before and after a change of the number of replicas, and weights after."""
+    site = attached(old, "adamw")
+    for step in range(6):
+        one_step(site, step)
+    save(site, folder)
+    before = sum_of_residuals(site)
+    site.handle.close()
+    other = attached(new, "adamw")
+    load(other, folder)
+    after, steps = sum_of_residuals(other), other.handle.step
+    for step in range(6, 9):
+        one_step(other, step)
+    weights = whole(other.model)
+    other.handle.close()
+    return before, after, steps, weights
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (2, 1)])
+def test_another_mesh_keeps_the_sum_of_residuals(worlds, tmp_path, old, new):
+    answers = worlds.run(4, reshard, str(tmp_path / "saved"), old, new)
+    for before, after, steps, weights in answers:
+        assert steps == 6 and any(x.any() for x in before.values())
+        for name, total in before.items():
+            torch.testing.assert_close(after[name], total, rtol=1e-6, atol=1e-9)
+        for name, value in answers[0][3].items():
+            assert torch.equal(value, weights[name]), name
+
+
+def wrong_states(group) -> list[str]:
+    site, texts = attached(2, "sgd"), []
+    right = site.handle.state_dict()
+    (text,) = right["metadata"].values()
+    wrong = [
+        {},
+        right | {"metadata": {}},
+        right | {"metadata": {"0-0": text.replace('"shard": ', '"shard": 1')}},
+        right | {"metadata": {"0-0": text.replace('"world_size": 2', '"world_size": 9')}},
+    ]
+    for state in wrong:
+        with pytest.raises(StateError) as error:
+            site.handle.load_state_dict(state)
+        texts.append(str(error.value))
+    with pytest.raises(TypeError, match="not gathered on one rank"):
+        site.handle.gathered_state_dict()
+    site.handle.close()
+    return texts
+
+
+def test_a_state_that_does_not_fit_is_refused(worlds):
+    for texts in worlds.run(4, wrong_states):
+        empty, no_text, other_rank, other_mesh = texts
+        assert "not a state of attach_fsdp" in empty and "text of a rank" in no_text
+        assert "load each rank's own" in other_rank
+        assert "load it with handle.load_checkpoint" in other_mesh

@@ -46,7 +46,7 @@ def linear() -> nn.Module:
 
 MODELS = {
     "gpt": (lambda: GPT(65), lambda: torch.randint(65, (3, 64))),
-    "speech": (Speech, lambda: torch.randn(4, 1, 161, 160)),
+    "speech": (Speech, lambda: torch.randn(4, 1, 161, 80)),
     "linear": (linear, lambda: torch.randn(32, 1515)),
 }
 

@@ -115,7 +115,8 @@ class Settings:
             known = ", ".join(METHODS)
             raise ValueError(f"unknown method {short_repr(self.method)}; known methods: {known}")
         least = {"warmup_steps": 0, "exact_every": 1, "bounds_every": 1, "short_bytes": 0}
-        least |= {} if self.group_numel == "auto" else {"group_numel": 1}
+        if not (isinstance(self.group_numel, str) and self.group_numel == "auto"):
+            least["group_numel"] = 1
         for name, lowest in least.items():
             self._set(name, integer(name, getattr(self, name), least=lowest))
         self._set("density", _density(self.density))

@@ -6,15 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from laws import oktopk_headers, trajectory
-from oktopk import METHODS, Reducer, simulate
+from laws import WAYS, oktopk_headers, trajectory
+from oktopk import Reducer, simulate
 from oktopk.comm.communicator import Comm
 from oktopk.comm.ledger import Traffic, dense_allreduce
 from oktopk.comm.torch_transport import TorchTransport
 from streams import STREAMS
 from worlds import SIZES
 
-over_methods = pytest.mark.parametrize("method", METHODS)
+over_methods = pytest.mark.parametrize("method", WAYS)
+OKTOPK = [way for way in WAYS if WAYS[way]["method"] == "oktopk"]
 
 
 def words(rank: int, num: int) -> torch.Tensor:
@@ -124,7 +125,7 @@ def handed_and_booked(group, method: str, steps: int, wire: str) -> list[tuple]:
     dist.batch_isend_irecv, dist.all_reduce = count_batch, count_all_reduce
     try:
         settings = {"density": 0.02, "warmup_steps": 1, "wire": wire}
-        reducer = Reducer(3000, method=method, group=group, **settings)
+        reducer = Reducer(3000, group=group, **WAYS[method], **settings)
         for step in range(steps):
             reducer.reduce_(STREAMS["heavy"](3000, reducer.comm.rank, step).float())
     finally:
@@ -151,6 +152,7 @@ def test_bill_is_the_formula_of_the_docs(world, P, method):
     """Exact equality with docs/algorithms.md, from counts each step reports (fp32)."""
     n, k = 2000, 40
     ranks = world.run(P, plain, method, n, k / n, "heavy", 34, torch.float32)
+    is_short = method == "oktopk" and P <= 3
     children = [sum(1 for s in (1, 2, 4) if r % (2 * s) == 0 and r + s < P) for r in range(P)]
     for step, done in enumerate(zip(*ranks, strict=True)):
         stats = [rank.stats for rank in done]
@@ -158,7 +160,7 @@ def test_bill_is_the_formula_of_the_docs(world, P, method):
             payload = its.bytes_sent - its.bytes_header
             if method == "dense":
                 assert (payload, its.bytes_header) == (2 * 4 * n * (P - 1) // P, 0)
-            elif method in ("topka", "gaussiank"):
+            elif method in ("topka", "gaussiank") or is_short:
                 assert (payload, its.bytes_header) == (8 * its.local * (P - 1), 4 * (P - 1))
             elif method == "gtopk":
                 ups, downs = int(rank > 0), children[rank]
@@ -173,14 +175,15 @@ def test_bill_is_the_formula_of_the_docs(world, P, method):
                 headers = oktopk_headers(P, 4, exact=step % 32 == 0, bounds=agreed)
                 assert its.bytes_header in headers
                 assert payload <= 24 * k * (P - 1) // P
-        if P > 1 and (method == "oktopk" or (method == "topkdsa" and 2 * stats[0].result < n)):
+        by_owners = method.startswith("oktopk") and not is_short
+        if P > 1 and (by_owners or (method == "topkdsa" and 2 * stats[0].result < n)):
             gathered = sum(s.stages["gather"].payload_sent for s in stats if "gather" in s.stages)
             assert gathered == 8 * stats[0].result * (P - 1)
         # nothing is sent that nobody gets
         assert sum(s.bytes_sent for s in stats) == sum(s.bytes_received for s in stats)
 
 
-@pytest.mark.parametrize("method", ["topka", "topkdsa", "gtopk", "oktopk"])
+@pytest.mark.parametrize("method", ["topka", "topkdsa", "gtopk", *OKTOPK])
 @pytest.mark.parametrize("P", [2, 3, 4])
 def test_sizes_that_do_not_follow_from_counts_are_in_the_headers(P, method):
     """The formula of docs/algorithms.md, with codecs whose index codec is Rice."""
@@ -194,12 +197,12 @@ def test_sizes_that_do_not_follow_from_counts_are_in_the_headers(P, method):
         if method == "gtopk":  # to its parent, and to each child
             edges = (rank > 0) + sum(rank % (2 * s) == 0 and rank + s < P for s in (1, 2, 4))
         for mine, other in zip(ours, theirs, strict=True):
-            ahead = {"topka": "counts", "gtopk": "reduce"}.get(method, "split")
+            ahead = {"topka": "counts", "oktopk": "counts", "gtopk": "reduce"}.get(method, "split")
             before = mine.stats.stages[ahead].header_sent
             assert before == 2 * other.stats.stages[ahead].header_sent
-            if method in ("topka", "gtopk"):
+            if method in ("topka", "oktopk", "gtopk"):
                 assert mine.stats.bytes_header == 8 * edges
             else:
                 pieces = mine.stats.stages["sizes"].header_sent
                 assert pieces % (4 * edges) == 0 and pieces <= 4 * P * edges
-                assert method == "oktopk" or pieces == 4 * edges
+                assert method in OKTOPK or pieces == 4 * edges

@@ -12,6 +12,7 @@ sparse phase. Methods that cannot propose candidates must see everything to choo
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 from hashlib import sha256
 from threading import RLock
 
@@ -73,11 +74,11 @@ class Engine:
         self.lock = RLock()
         """Held while the state changes. Hold it to read several parts of the state together."""
 
-        automatic = settings.group_numel == "auto"
-        self.group_numel: int = DEFAULT_GROUP_NUMEL if automatic else settings.group_numel
-        """Entries that make a group (`Settings.group_numel`)."""
+        asked = settings.group_numel
+        self.group_numel = DEFAULT_GROUP_NUMEL if asked == "auto" else asked
+        """Entries that make a group."""
 
-        self.tuning = GroupTuning() if automatic else None
+        self.tuning = GroupTuning() if asked == "auto" else None
         self.set_buckets(buckets)
 
     def regroup(self, group_numel: int) -> None:
@@ -95,14 +96,13 @@ class Engine:
         self.buckets = grouped(buckets, self._min_group_numel)
         quotas_are_set = has_quotas(self.settings, self.buckets)
         exact_every = NEVER if quotas_are_set else self.settings.exact_every
-        given = {
-            "bounds_every": self.settings.bounds_every,
-            "short_bytes": self.settings.short_bytes,
-        }
-        self.group_states = [
-            MethodState(exact_every=exact_every, **given) for _ in self.buckets.groups
-        ]
-        self.model_state = MethodState(exact_every=1, **given)
+        state = MethodState(
+            exact_every=exact_every,
+            bounds_every=self.settings.bounds_every,
+            short_bytes=self.settings.short_bytes,
+        )
+        self.group_states = [copy(state) for _ in self.buckets.groups]
+        self.model_state = replace(state, exact_every=1)
         """For steps in which the whole model is one group."""
 
         self.quotas: list[int] = []

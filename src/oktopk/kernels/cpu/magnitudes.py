@@ -13,6 +13,8 @@ from oktopk.kernels.radix import kth_largest
 from oktopk.sparse import Sparse
 
 DIGIT_BITS = 16  # counted in one pass of `kth_magnitude`: two passes for float32, four for float64
+FEW_DIGIT_BITS = 11  # if there are fewer than FEW: one pass more, but the counts fit a cache
+FEW = 2**17
 
 UNSIGNED = {torch.float32: np.uint32, torch.float64: np.uint64}
 
@@ -122,7 +124,8 @@ def kth_magnitude(x: Tensor, k: int) -> float:
         return counts
 
     num_bits = bits.itemsize * 8 - 1  # without the sign
-    kth = kth_largest(k, num_bits, DIGIT_BITS, count_digits)
+    digit_bits = FEW_DIGIT_BITS if bits.size < FEW else DIGIT_BITS
+    kth = kth_largest(k, num_bits, digit_bits, count_digits)
     return from_bits(kth, x.dtype)
 
 

@@ -7,7 +7,6 @@ exchanged as it arrives, while backward continues.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,11 +19,11 @@ from oktopk.adapters.driver import Driver, OnStep
 from oktopk.comm.communicator import Comm
 from oktopk.comm.replica_check import check_replicas
 from oktopk.engine.buckets import Layout
+from oktopk.engine.plan import StepPlan
 from oktopk.engine.step import Step
 from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.settings import Settings
-
-log = logging.getLogger("oktopk")
+from oktopk.utils.announce import announce
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +38,9 @@ class DriverOptions:
 
     overlaps: bool = True
     """Whether buckets may be exchanged while backward continues."""
+
+    verbose: bool = True
+    """Whether rank 0 announces the begin of the sparse phase."""
 
 
 class StepDriver(Driver[DDPParameterLayout]):
@@ -62,7 +64,7 @@ class StepDriver(Driver[DDPParameterLayout]):
         """By parameter: the factor by which the residual was rescaled at the start of the step."""
 
         self.scaling = scaling
-        self._options = options
+        self.options = options
         self._overlapped: list[tuple[int, ...]] = []
         """Signatures of DDP's buckets, once each is exchanged as it arrives; empty before."""
 
@@ -122,15 +124,15 @@ class StepDriver(Driver[DDPParameterLayout]):
                 self.set_layout(layout, self.residuals)
         if not self.is_checked:
             first = self._waiting[0].buffer
-            self.check_consistency(first, check_every=self._options.check_every)
+            self.check_consistency(first, check_every=self.options.check_every)
         needs_copies = layout != ddp_layout
-        may_overlap = self._options.overlaps and self._options.clip_before is None
+        may_overlap = self.options.overlaps and self.options.clip_before is None
         if self.buckets.is_steady and not needs_copies and may_overlap:
             self._overlapped = [ready.signature() for ready in self._waiting]
         copies = self.parameters.copies(self._waiting, layout) if needs_copies else None
         grads = copies or [ready.buffer for ready in self._waiting]
-        if self._options.clip_before is not None:
-            clip_(grads, self._options.clip_before * self.scaling.loss_scale)
+        if self.options.clip_before is not None:
+            clip_(grads, self.options.clip_before * self.scaling.loss_scale)
         self._step = self._begin(grads[0])
         for bucket, grad in enumerate(grads):
             self._step.add_bucket(bucket, grad)
@@ -139,19 +141,10 @@ class StepDriver(Driver[DDPParameterLayout]):
     def _begin(self, like: Tensor) -> Step:
         self._rescale_residual()
         step = self.engine.begin(like)  # from here on all traffic counts for this step
-        plan, buckets = step.plan, self.engine.buckets
-        is_first = plan.step == self.engine.settings.warmup_steps
-        if plan.phase == "sparse" and is_first and self.comm.rank == 0:
-            log.info(
-                "step %d: the sparse phase begins, %s at density %g: %d of %d entries, %d dense",
-                plan.step,
-                self.engine.settings.method,
-                plan.density,
-                plan.k,
-                buckets.numel,
-                buckets.num_dense,
-            )
-        every = self._options.check_every
+        plan = step.plan
+        if plan.phase == "sparse" and plan.step == self.engine.settings.warmup_steps:
+            self._announce_sparse_phase(plan)
+        every = self.options.check_every
         if every and plan.step and plan.step % every == 0:
             try:
                 self._check_replicas(plan.step)
@@ -159,6 +152,14 @@ class StepDriver(Driver[DDPParameterLayout]):
                 step.discard()
                 raise
         return step
+
+    def _announce_sparse_phase(self, plan: StepPlan) -> None:
+        if self.options.verbose and self.comm.rank == 0:
+            buckets, method = self.engine.buckets, self.engine.settings.method
+            announce(
+                f"step {plan.step}: the sparse phase begins, {method} at density {plan.density:g}: "
+                f"{plan.k:,} of {buckets.numel:,} entries, and {buckets.num_dense:,} dense ones"
+            )
 
     def _check_replicas(self, step: int) -> None:
         flags = {"joined": self.joined, "has_joined": self.has_joined}

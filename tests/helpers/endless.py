@@ -54,4 +54,10 @@ def into_file(path: str, *args) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], {"warmup_steps": 5}, steps=12)
+    main(
+        int(sys.argv[1]),
+        int(sys.argv[2]),
+        sys.argv[3],
+        {"warmup_steps": 5, "verbose": False},
+        steps=12,
+    )

@@ -75,7 +75,7 @@ KINDS = [
 def test_an_optimizer_is_known_by_what_its_groups_have(kind, expected):
     optimizer = kind([torch.zeros(2, 2, requires_grad=True)])
     assert preset_for(optimizer) is expected
-    settings = apply_preset(Settings(), optimizer, {}, logs=False)
+    settings = apply_preset(Settings(), optimizer, {})
     assert settings.rescale_with_lr == (expected in (DESCENT, MOMENTUM))
     assert settings.staleness_correction == (expected is ADAM)
     assert settings.max_beta1 is None  # for nobody who did not ask
@@ -109,7 +109,7 @@ def warned(group, kind: str) -> list[str]:
     model = DistributedDataParallel(Net(), process_group=group)
     optimizer = {"RMSprop": RMSprop, "AdamW": AdamW}[kind](model.parameters())
     with logged() as lines:
-        oktopk.attach(model, optimizer=optimizer, total_steps=7).close()
+        oktopk.attach(model, optimizer=optimizer, warmup_steps=128, total_steps=7).close()
     return [text for level, text in lines if level == "WARNING"]
 
 

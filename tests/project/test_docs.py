@@ -29,8 +29,8 @@ import commands
 import pages
 
 ROOT = pages.ROOT
-# two processes that import Lightning take as long as all other pages together
-SLOW = {"docs/guides/lightning.md": "lightning"}
+# two processes that import Lightning, or transformers, take as long as all other pages together
+SLOW = {"docs/guides/lightning.md": "lightning", "docs/guides/huggingface.md": "transformers"}
 NEEDS = {"docs/guides/accelerate.md": "accelerate", **SLOW}
 NAMES = [str(page.relative_to(ROOT)) for page in pages.PAGES]
 # what a page must print, beside what its blocks of output say

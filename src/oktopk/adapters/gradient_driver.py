@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TypeVar
 
 from torch import Tensor
@@ -16,8 +15,7 @@ from oktopk.engine.shards import UNSHARDED, Shards
 from oktopk.engine.step import Step
 from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.settings import Settings
-
-log = logging.getLogger("oktopk")
+from oktopk.utils.announce import announce
 
 Parameters = TypeVar("Parameters", bound=ParameterLayout)
 
@@ -33,6 +31,7 @@ class GradientDriver(Driver[Parameters]):
         scaling: ResidualScaling,
         check_every: int,
         on_step: OnStep | None,
+        verbose: bool = True,
         budget: Budget | None = None,
         shards: Shards = UNSHARDED,
     ) -> None:
@@ -41,6 +40,9 @@ class GradientDriver(Driver[Parameters]):
         self.check_every = check_every
         """Steps between comparisons of the weights of all ranks; 0 is never."""
 
+        self.verbose = verbose
+        """Whether rank 0 announces the begin of the sparse phase."""
+
         self.lr_factors: dict[str, float] = {}
         """By parameter: the factor by which the residual was rescaled at the start of the step."""
 
@@ -48,7 +50,7 @@ class GradientDriver(Driver[Parameters]):
         """Rescale the residual, begin a step, and compare the weights of all ranks if it is due."""
         self._rescale_residual()
         step = self.engine.begin(like)  # from here on all traffic counts for this step
-        self._log_phase(step)
+        self._announce_phase(step)
         number = step.plan.step
         try:
             if self.check_every and number and number % self.check_every == 0:
@@ -59,18 +61,14 @@ class GradientDriver(Driver[Parameters]):
             raise
         return step
 
-    def _log_phase(self, step: Step) -> None:
+    def _announce_phase(self, step: Step) -> None:
         plan, buckets = step.plan, self.engine.buckets
         is_first = plan.step == self.engine.settings.warmup_steps
-        if plan.phase == "sparse" and is_first and self.comm.rank == 0:
-            log.info(
-                "step %d: the sparse phase begins, %s at density %g: %d of %d entries, %d dense",
-                plan.step,
-                self.engine.settings.method,
-                plan.density,
-                plan.k,
-                buckets.numel,
-                buckets.num_dense,
+        if plan.phase == "sparse" and is_first and self.verbose and self.comm.rank == 0:
+            method = self.engine.settings.method
+            announce(
+                f"step {plan.step}: the sparse phase begins, {method} at density {plan.density:g}: "
+                f"{plan.k:,} of {buckets.numel:,} entries, and {buckets.num_dense:,} dense ones"
             )
 
     def _check_replicas(self, step: int) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from oktopk.adapters.driver import Driver, OnStep
 from oktopk.adapters.gathered_state import GatheredState, gather_states
+from oktopk.adapters.rank_files import read_states, write_state
 from oktopk.comm.communicator import Comm
 from oktopk.comm.failure_detector import FailureDetector
 from oktopk.engine import saved_state
@@ -113,6 +116,25 @@ class BaseHandle(ABC, Generic[AnyDriver]):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Continue where `state_dict` was taken."""
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write this rank's state into a folder, beside those of the other ranks.
+
+        Every rank must call it; none waits for another. The file is `oktopk-RANK-of-WORLD.pt`.
+        """
+        write_state(Path(folder), self.state_dict(), self.comm.rank, self.comm.size)
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Continue from what `save` wrote into a folder, on this or another number of ranks.
+
+        Every rank must call it. A rank reads its own file; with another world size it reads those
+        of all ranks, and `load_state_dict` says who takes over which residuals.
+
+        Raises:
+            FileError: the folder does not have the states that are needed.
+            StateError: a state is of another model, method or version.
+        """
+        self.load_state_dict(read_states(Path(folder), self.comm.rank, self.comm.size))
 
     def gathered_state_dict(self) -> dict[str, Any]:
         """The states of all ranks, on every rank. A collective: all ranks must call it.

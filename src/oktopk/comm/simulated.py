@@ -180,12 +180,29 @@ def simulate(
     """
     if size < 1:
         raise ValueError(f"there must be 1 rank or more, got {size}")
-    scheduler, num_threads = Scheduler(size), torch.get_num_threads()
+    num_threads = torch.get_num_threads()
+
+    def on_one_thread(comm: Comm) -> T:
+        torch.set_num_threads(1)  # one pool of threads per rank would be size times too many
+        return rank_main(comm)
+
+    try:
+        return run_ranks(size, on_one_thread, transport)
+    finally:
+        torch.set_num_threads(num_threads)  # new threads of the caller would inherit the 1
+
+
+def run_ranks(
+    size: int,
+    rank_main: Callable[[Comm], T],
+    transport: type[SimulatedTransport] = SimulatedTransport,
+) -> list[T]:
+    """`simulate` with the number of torch threads as it is: other threads may be training."""
+    scheduler = Scheduler(size)
     group = SimulatedGroup(scheduler, list(range(size)))
     errors: list[BaseException] = []
 
     def run(rank: int) -> T | None:
-        torch.set_num_threads(1)  # one pool of threads per rank would be size times too many
         try:
             scheduler.wait_turn(rank)
             return rank_main(Comm(transport(group, rank)))
@@ -201,7 +218,6 @@ def simulate(
     with ThreadPoolExecutor(size, thread_name_prefix="simulated-rank") as pool:
         futures = [pool.submit(run, rank) for rank in range(size)]
         scheduler.start()
-    torch.set_num_threads(num_threads)  # new threads of the caller would inherit the 1
     if errors:
         raise errors[0]
     return [future.result() for future in futures]  # type: ignore[misc]

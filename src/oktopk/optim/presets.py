@@ -20,6 +20,12 @@ from oktopk.utils.arguments import integer
 
 log = logging.getLogger("oktopk")
 
+WARMUP_STEPS = 128
+"""Dense steps at first, unless the user says otherwise."""
+
+WARMUP_SHARE = 0.05
+"""Most of a run of known length that the warm-up takes, unless the user says otherwise."""
+
 RAMP = 2  # ramp steps for every warm-up step
 
 
@@ -89,22 +95,42 @@ def _has_sgds_keys(group: dict[str, Any]) -> bool:
     return {"momentum", "dampening"} <= set(group) and not {"eps", "betas"} & set(group)
 
 
-def apply_preset(
-    settings: Settings, optimizer: Any, chosen: Mapping[str, Any], *, logs: bool
-) -> Settings:
-    """The settings with the preset of the optimizer, except for fields that the user has `chosen`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choices:
+    """What the user has chosen: no optimizer changes it."""
 
-    `logs` is whether this rank logs the outcome for all of them.
-    """
+    fields: Mapping[str, Any]
+    """Values of `FIELDS`."""
+
+    ramp_steps: int | None = None
+    has_schedule: bool = False
+    """Whether the densities after the warm-up were given one by one."""
+
+
+def default_warmup(warmup_steps: int | None, total_steps: int | None) -> int:
+    """The dense steps at first: as asked, else 128, but at most 5 % of a run of known length."""
+    if warmup_steps is not None:
+        return warmup_steps
+    if total_steps is None:
+        return WARMUP_STEPS
+    return min(WARMUP_STEPS, round(WARMUP_SHARE * total_steps))
+
+
+def suited(settings: Settings, optimizer: Any, choices: Choices) -> Settings:
+    """The settings with the ramp and the preset that suit the optimizer, or None of one."""
+    if not choices.has_schedule:
+        after_warmup = schedule_after_warmup(settings, optimizer, choices.ramp_steps)
+        settings = replace(settings, schedule=after_warmup)
+    return apply_preset(settings, optimizer, choices.fields)
+
+
+def apply_preset(settings: Settings, optimizer: Any, chosen: Mapping[str, Any]) -> Settings:
+    """The settings with the preset of the optimizer, except for fields that the user has chosen."""
     if settings.method == "dense" or optimizer is None:
         return settings
     preset = preset_for(optimizer)
     picked = {name: getattr(preset, name) for name in FIELDS if name not in chosen}
-    settings = replace(settings, **picked)
-    if logs and settings.density < 1:
-        level = logging.WARNING if preset in NONE else logging.INFO
-        log.log(level, "%s", _described(optimizer, settings, preset))
-    return settings
+    return replace(settings, **picked)
 
 
 def schedule_after_warmup(
@@ -136,26 +162,36 @@ def warn_if_short(settings: Settings, total_steps: int) -> None:
         )
 
 
-def _described(optimizer: Any, settings: Settings, preset: Preset) -> str:
-    """One line for the log: what is set for this optimizer, why, and how the density falls."""
-    plain = Preset(why="")
-    differs = {
-        name: value for name in FIELDS if (value := getattr(settings, name)) != getattr(plain, name)
-    }
-    if settings.max_beta1 is not None:
-        differs["max_beta1"] = settings.max_beta1
-    what = ", ".join(f"{name}={value}" for name, value in differs.items()) or "plain error feedback"
-    as_preset = settings.max_beta1 is None and all(
-        getattr(settings, name) == getattr(preset, name) for name in FIELDS
-    )
-    because = preset.why if as_preset else "as asked"
+def warn_if_unknown(settings: Settings, optimizer: Any) -> None:
+    """Say so when nothing suits the optimizer: the run may learn worse than it could."""
+    if settings.method == "dense" or settings.density >= 1 or optimizer is None:
+        return
+    preset = preset_for(optimizer)
     if preset in NONE:
-        undone = [text for name, text in NOT_DONE.items() if name not in differs]
+        undone = [text for name, text in NOT_DONE.items() if not getattr(settings, name)]
         because = ": ".join(filter(None, [preset.why, ", ".join(undone)]))
-    falls = f"density {settings.density:g} after {settings.warmup_steps} dense steps"
-    if settings.schedule:
-        falls += f" and {settings.falling_steps} in which it comes down from 25 %"
-    local = type(local_optimizer(optimizer)).__name__
-    outer = type(optimizer).__name__
-    name = local if local == outer else f"{local} in {outer}"
-    return f"for {name}: {what} ({because}); {falls}"
+        what = "; ".join(changes_for(settings)) or PLAIN
+        log.warning("for %s: %s (%s)", name_of(optimizer), what, because)
+
+
+PLAIN = "plain error feedback"
+
+
+def changes_for(settings: Settings) -> list[str]:
+    """What the exchange does for the optimizer, or changes in it, in words."""
+    told = {
+        "second moments are corrected for gradients that arrive late": (
+            settings.staleness_correction
+        ),
+        f"sums overshoot by {settings.overshoot:.0%}": settings.overshoot > 0,
+        "residuals follow the learning rate": settings.rescale_with_lr,
+        f"beta1 is at most {settings.max_beta1} in the sparse phase": settings.max_beta1
+        is not None,
+    }
+    return [text for text, holds in told.items() if holds]
+
+
+def name_of(optimizer: Any) -> str:
+    """The class of an optimizer, and of the one that shards it."""
+    local, outer = type(local_optimizer(optimizer)).__name__, type(optimizer).__name__
+    return local if local == outer else f"{local} in {outer}"

@@ -29,15 +29,22 @@ class ResidualScaling:
         optimizer: Optimizer | LRScheduler | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        self.optimizer: Any = innermost_optimizer(optimizer)
-        if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
-            raise TypeError(f"expected an optimizer or a scheduler, got {type(optimizer).__name__}")
+        self.optimizer: Any = None
+        if optimizer is not None:
+            self.bind(optimizer)
         if scaler is not None and not hasattr(scaler, "get_scale"):
             raise TypeError(f"expected a GradScaler as scaler, got {type(scaler).__name__}")
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._rates: dict[str, float] = {}
         self._peaks: dict[str, float] = {}
         self._scale: float | None = None
+
+    def bind(self, optimizer: Optimizer | LRScheduler) -> None:
+        """Follow the learning rates of an optimizer, or of that of a scheduler."""
+        inner = innermost_optimizer(optimizer)
+        if not hasattr(inner, "param_groups"):
+            raise TypeError(f"expected an optimizer or a scheduler, got {type(optimizer).__name__}")
+        self.optimizer = inner
 
     @property
     def has_scaler(self) -> bool:

@@ -7,6 +7,7 @@ import importlib.util
 EXTRAS = {
     **dict.fromkeys(("soundfile", "espeakng_loader", "jiwer"), "train"),
     **dict.fromkeys(("tensorboard", "rich", "plotly", "PIL", "sklearn"), "train"),
+    **dict.fromkeys(("accelerate", "transformers", "lightning", "ray", "ignite"), "integrations"),
     "optuna": "sweep",
     "matplotlib": "plots",
 }

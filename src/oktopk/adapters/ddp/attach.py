@@ -8,7 +8,6 @@ end, as with plain DDP.
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from oktopk.adapters.budget import AUTO, BudgetOptions, budget_options, start_budget
 from oktopk.adapters.connect import agree_by_store, connect
+from oktopk.adapters.ddp.announcement import describe_run
 from oktopk.adapters.ddp.communication_thread import ReadyBucket
 from oktopk.adapters.ddp.connect import describe_model, fastest_method
 from oktopk.adapters.ddp.driver import DriverOptions, StepDriver
@@ -32,17 +32,23 @@ from oktopk.adapters.ddp.validation import check_model, check_size, clip_norm, m
 from oktopk.adapters.driver import OnStep
 from oktopk.adapters.handle import Connection
 from oktopk.adapters.policy import Policy
+from oktopk.adapters.precompile import precompile
 from oktopk.adapters.validation import check_types, is_on_cuda, time_limit
 from oktopk.comm.communicator import Comm
 from oktopk.methods import METHODS
 from oktopk.methods.cost_model import SHORT_BYTES
-from oktopk.optim.presets import apply_preset, schedule_after_warmup, warn_if_short
+from oktopk.optim.presets import (
+    Choices,
+    default_warmup,
+    suited,
+    warn_if_short,
+    warn_if_unknown,
+)
 from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.settings import DEFAULT_GROUP_NUMEL, GroupNumel, OnNonfinite, Scope, Settings
-from oktopk.utils.arguments import choice, integer
+from oktopk.utils.announce import announce
+from oktopk.utils.arguments import choice, flag, integer
 from oktopk.wire.codec import CodecName
-
-log = logging.getLogger("oktopk")
 
 DENSITY = 0.02
 """The default; with `auto`, that of the first sparse steps."""
@@ -54,7 +60,7 @@ def attach(
     method: str = "oktopk",
     density: float | Literal["auto"] = DENSITY,
     exchange_share: float = 0.2,
-    warmup_steps: int = 128,
+    warmup_steps: int | None = None,
     ramp_steps: int | None = None,
     schedule: tuple[tuple[int, float], ...] | None = None,
     optimizer: Optimizer | LRScheduler | None = None,
@@ -76,6 +82,7 @@ def attach(
     check_every: int = 100,
     timeout: float = 300.0,
     total_steps: int | None = None,
+    verbose: bool = True,
     comm: Comm | None = None,
 ) -> Handle:
     """Compress the gradient exchange of a DDP model. Every rank must call it, before training.
@@ -88,14 +95,16 @@ def attach(
             revised as the network changes, the same on all ranks, and rank 0 logs a change.
         exchange_share: with density `auto`, the share of a step that waiting for the exchange may
             take.
-        warmup_steps: dense steps before the sparse phase.
+        warmup_steps: dense steps before the sparse phase. By default 128, but at most 5 % of
+            `total_steps`.
         ramp_steps: steps after the warm-up in which the density falls from 25 %. By default twice
             the warm-up if there is an optimizer, else 0.
         schedule: (steps, density) pairs that follow the warm-up, instead of a ramp.
         optimizer: the optimizer or a scheduler of it. The preset of SGD, or of Adam and its kin, is
-            used and logged (`oktopk.optim.presets`): SGD's residuals are rescaled with its learning
-            rate, Adam's second moment is corrected for sums that arrive late. Rank 0 warns of any
-            other optimizer: it gets plain error feedback, as does None.
+            used and announced (`oktopk.optim.presets`): SGD's residuals are rescaled with its
+            learning rate, Adam's second moment is corrected for sums that arrive late. Rank 0 warns
+            of any other optimizer: it gets plain error feedback, as does None. An optimizer that is
+            made later can be given to `Handle.bind`.
         scaler: residuals are rescaled with its loss scale, and a NaN is delivered for it to see. A
             disabled scaler counts as none.
         overshoot: see `oktopk.Settings`. None: as the optimizer's preset says.
@@ -122,7 +131,10 @@ def attach(
         check_every: steps between comparisons of the weights of all ranks; 0 is never.
         timeout: seconds a rank waits for the others before it raises. The last third of them, at
             most 5 s, is for finding out which rank is missing.
-        total_steps: how long the run will be, to warn if it ends before the sparse phase.
+        total_steps: how many steps the run will have. It limits the default warm-up, and rank 0
+            warns if the run ends before it is sparse.
+        verbose: rank 0 announces what will happen in one line, and the begin of the sparse phase in
+            another: in the log at INFO, or on stderr if nobody has configured logging.
         comm: an `oktopk.Comm` to exchange over, instead of a new process group of the model's
             ranks. It stays open when the handle is closed, but a failed exchange closes it. It has
             the time limit of its own transport, and can serve one attached model at a time.
@@ -141,11 +153,13 @@ def attach(
         "rescale_with_lr": rescale_with_lr,
     }
     chosen = {name: value for name, value in chosen.items() if value is not None}
+    if total_steps is not None:
+        total_steps = integer("total_steps", total_steps, least=1)
     budget = budget_options(density, wire, exchange_share, method)
     settings = Settings(
         method="oktopk" if method == "auto" else method,
         density=DENSITY if budget else density,  # pyright: ignore[reportArgumentType] - checked
-        warmup_steps=warmup_steps,
+        warmup_steps=default_warmup(warmup_steps, total_steps),
         schedule=() if schedule is None else schedule,
         max_beta1=max_beta1,
         scope=scope,
@@ -159,22 +173,22 @@ def attach(
     )
     if schedule is not None and ramp_steps is not None:
         raise ValueError("pass schedule or ramp_steps, not both")
-    if schedule is None:
-        after_warmup = schedule_after_warmup(settings, scaling.optimizer, ramp_steps)
-        settings = replace(settings, schedule=after_warmup)
-    is_first = dist.get_rank(model.process_group) == 0
-    settings = apply_preset(settings, scaling.optimizer, chosen, logs=is_first)
-    _check_total_steps(settings, total_steps, method, logs=is_first)
+    choices = Choices(fields=chosen, ramp_steps=ramp_steps, has_schedule=schedule is not None)
+    settings = suited(settings, scaling.optimizer, choices)
     check_size(model, settings)
     options = DriverOptions(
         clip_before=clip_norm(clip_before),
         check_every=integer("check_every", check_every, least=0),
         overlaps=may_overlap(model),
+        verbose=flag("verbose", verbose),
     )
-    job = _Job(
-        model, DDPParameterLayout(model, policy or Policy()), scaling, timeout, method, budget
-    )
-    return _start(job, settings, options, on_step, comm)
+    parameters = DDPParameterLayout(model, policy or Policy())
+    job = _Job(model, parameters, scaling, timeout, method, choices, budget)
+    handle = _start(job, settings, options, on_step, comm)
+    precompile(handle.settings, parameters.dtype, parameters.device)
+    if handle.comm.rank == 0:
+        _tell(handle, total_steps, verbose=verbose)
+    return handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +202,7 @@ class _Job:
     method: str
     """As asked: it may be `auto`."""
 
+    choices: Choices
     auto: BudgetOptions | None
     """Of density `auto`, else None."""
 
@@ -227,7 +242,8 @@ def _start(
         connection = Connection(
             failure_detector=failure_detector, agree_to_load=agree_to_load, owns_comm=comm is None
         )
-        handle = Handle(driver, connection, method_is_auto=job.method == "auto")
+        is_auto = job.method == "auto"
+        handle = Handle(driver, connection, job.choices, method_is_auto=is_auto)
         own.is_attached = True
         undo.callback(handle.close)
         _install(job.model, handle)
@@ -235,14 +251,15 @@ def _start(
     return handle
 
 
-def _check_total_steps(
-    settings: Settings, total_steps: int | None, method: str, *, logs: bool
-) -> None:
-    if total_steps is None:
-        return
-    total_steps = integer("total_steps", total_steps, least=1)
-    if logs and method != "dense":
+def _tell(handle: Handle, total_steps: int | None, *, verbose: bool) -> None:
+    """Warn of what is likely a mistake, and announce what will happen."""
+    settings, optimizer = handle.settings, handle.driver.scaling.optimizer
+    warn_if_unknown(settings, optimizer)
+    if total_steps is not None and settings.method != "dense":
         warn_if_short(settings, total_steps)
+    if verbose:
+        parameters = handle.driver.parameters
+        announce(describe_run(settings, parameters, handle.comm.size, optimizer))
 
 
 def _check_ranks(model: DistributedDataParallel, comm: Comm | None) -> None:

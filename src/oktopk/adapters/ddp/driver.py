@@ -7,7 +7,6 @@ exchanged as it arrives, while backward continues.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -27,9 +26,8 @@ from oktopk.engine.group_tuning import FIRST_STEPS, GroupTuning
 from oktopk.engine.step import Step
 from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.settings import Settings
+from oktopk.utils.announce import announce
 from oktopk.utils.device import to_device, to_host
-
-log = logging.getLogger("oktopk")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +43,9 @@ class DriverOptions:
     overlaps: bool = True
     """Whether buckets may be exchanged while backward continues."""
 
+    verbose: bool = True
+    """Whether rank 0 announces the begin of the sparse phase."""
+
 
 class StepDriver(GradientDriver[DDPParameterLayout]):
     """The steps of a DDP model on this rank."""
@@ -59,12 +60,21 @@ class StepDriver(GradientDriver[DDPParameterLayout]):
         on_step: OnStep | None,
         budget: Budget | None = None,
     ) -> None:
-        super().__init__(settings, comm, parameters, scaling, options.check_every, on_step, budget)
+        super().__init__(
+            settings,
+            comm,
+            parameters,
+            scaling,
+            options.check_every,
+            on_step,
+            options.verbose,
+            budget,
+        )
         self.buckets = BucketTracker()
         self.joined = self.has_joined = False
         """Whether this rank ran out of data in a `join` and shadows the others, now or ever."""
 
-        self._options = options
+        self.options = options
         self._overlapped: list[tuple[int, ...]] = []
         """Signatures of DDP's buckets, once each is exchanged as it arrives; empty before."""
 
@@ -133,13 +143,13 @@ class StepDriver(GradientDriver[DDPParameterLayout]):
             first = self._waiting[0].buffer
             self.check_consistency(first, check_every=self.check_every)
         needs_copies = layout != ddp_layout
-        may_overlap = self._options.overlaps and self._options.clip_before is None
+        may_overlap = self.options.overlaps and self.options.clip_before is None
         if self.buckets.is_steady and not needs_copies and may_overlap:
             self._overlapped = [ready.signature() for ready in self._waiting]
         copies = self.parameters.copies(self._waiting, layout) if needs_copies else None
         grads = copies or [ready.buffer for ready in self._waiting]
-        if self._options.clip_before is not None:
-            clip_(grads, self._options.clip_before * self.scaling.loss_scale)
+        if self.options.clip_before is not None:
+            clip_(grads, self.options.clip_before * self.scaling.loss_scale)
         self._step = self.begin(grads[0])
         for bucket, grad in enumerate(grads):
             self._step.add_bucket(bucket, grad)
@@ -175,24 +185,21 @@ class StepDriver(GradientDriver[DDPParameterLayout]):
         falling = max(settings.falling_steps, FIRST_STEPS)
         # a run that is resumed without trials in its state has buckets that are not settled
         start = max(settings.warmup_steps + falling, engine.step + SETTLED)
-        may_overlap = self._options.overlaps and self._options.clip_before is None
+        may_overlap = self.options.overlaps and self.options.clip_before is None
         if engine.has_fixed_groups or not may_overlap:
             tuning.chosen = engine.group_numel
         else:
             tuning.plan(start, list(engine.buckets.items))
 
     def _log_choice(self, tuning: GroupTuning, totals: list[int]) -> None:
-        if self.comm.rank == 0:
+        if self.options.verbose and self.comm.rank == 0:
             took = ", ".join(
                 f"{num} entries: {total / self.comm.size / 1e3:.1f} ms"
                 for num, total in zip(tuning.choices, totals, strict=True)
             )
-            log.info(
-                "step %d: group_numel is %d from now on; from the first bucket to the end a step "
-                "took, with groups of at least %s",
-                self.engine.step,
-                tuning.chosen,
-                took,
+            announce(
+                f"step {self.engine.step}: group_numel is {tuning.chosen} from now on; from the "
+                f"first bucket to the end a step took, with groups of at least {took}"
             )
 
     def _replica_flags(self) -> dict[str, bool]:

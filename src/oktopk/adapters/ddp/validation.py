@@ -20,15 +20,52 @@ def check_model(model: object) -> None:
     """Raise TypeError or ValueError for a model that cannot work, naming what is in the way."""
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
-            f"attach needs a DistributedDataParallel model, got {type(model).__name__}; Accelerate "
-            "and Lightning wrap the model only when there is more than one process; for what "
-            "fully_shard was called with, use oktopk.attach_fsdp"
+            f"attach needs a DistributedDataParallel model, got {type(model).__name__}; "
+            + _advice_for(model)
         )
     _refuse_wrapping(model)
     _refuse_hooks(model)
     check_devices(list(model._module_parameters), _backends(model), "attach")
     _refuse_gradients(model)
     _refuse_unordered(model)
+
+
+TRAINER_LINE = (
+    "the Trainer of Hugging Face wraps it in train(), and gives its callbacks the bare one: after "
+    "Trainer(...), write trainer.add_callback(OktopkCallback(trainer)), from "
+    "oktopk.integrations.huggingface import OktopkCallback; with Accelerate, pass what "
+    "accelerator.prepare returned"
+)
+LIGHTNING_LINE = (
+    "Lightning wraps it in fit(): write Trainer(callbacks=[OktopkCallback()]), from "
+    "oktopk.integrations.lightning import OktopkCallback"
+)
+FABRIC_LINE = (
+    "Fabric keeps it inside: write attach_fabric(fabric, model, optimizer), from "
+    "oktopk.integrations.lightning import attach_fabric"
+)
+ADVICE = {
+    "transformers": TRAINER_LINE,
+    "peft": TRAINER_LINE,
+    "lightning.pytorch": LIGHTNING_LINE,
+    "pytorch_lightning": LIGHTNING_LINE,
+    "lightning.fabric": FABRIC_LINE,
+    "lightning_fabric": FABRIC_LINE,
+}
+"""By the package of a class: what to write where a framework wraps the model itself."""
+
+
+def _advice_for(model: object) -> str:
+    """What to write instead, by the framework that a class of the model comes from."""
+    for kind in type(model).__mro__:
+        for package, line in ADVICE.items():
+            if kind.__module__ == package or kind.__module__.startswith(f"{package}."):
+                return line
+    return (
+        "write attach(DistributedDataParallel(model), ...), or oktopk.attach_fsdp(model, ...) for "
+        "what fully_shard was called with; where a framework wraps it (Hugging Face Trainer, "
+        "Accelerate, Lightning, Ray Train, Ignite), oktopk.integrations has the line"
+    )
 
 
 def clip_norm(clip_before: Any) -> float | None:

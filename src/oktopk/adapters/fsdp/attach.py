@@ -7,7 +7,7 @@ with the ranks that have the same shard at other sites goes through the same eng
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,13 @@ from oktopk.adapters.policy import Policy
 from oktopk.adapters.validation import check_types, time_limit
 from oktopk.engine.buckets import check_indexable
 from oktopk.engine.shards import ShardGroup
-from oktopk.optim.presets import apply_preset, schedule_after_warmup, warn_if_short
+from oktopk.optim.presets import (
+    Choices,
+    default_warmup,
+    suited,
+    warn_if_short,
+    warn_if_unknown,
+)
 from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.settings import OnNonfinite, Settings
 from oktopk.utils.arguments import integer
@@ -45,7 +51,7 @@ def attach_fsdp(
     *,
     method: str = "oktopk",
     density: float = 0.02,
-    warmup_steps: int = 128,
+    warmup_steps: int | None = None,
     ramp_steps: int | None = None,
     schedule: tuple[tuple[int, float], ...] | None = None,
     optimizer: Optimizer | LRScheduler | None = None,
@@ -77,7 +83,8 @@ def attach_fsdp(
             a mesh of one dimension.
         method: a name of `oktopk.METHODS`.
         density: fraction of the entries of the whole model that is kept, in (0, 1].
-        warmup_steps: dense steps before the sparse phase.
+        warmup_steps: dense steps before the sparse phase. By default 128, but at most 5 % of
+            `total_steps`.
         ramp_steps: steps after the warm-up in which the density falls from 25 %. By default twice
             the warm-up if there is an optimizer, else 0.
         schedule: (steps, density) pairs that follow the warm-up, instead of a ramp.
@@ -114,10 +121,12 @@ def attach_fsdp(
         "rescale_with_lr": rescale_with_lr,
     }
     chosen = {name: value for name, value in chosen.items() if value is not None}
+    if total_steps is not None:
+        total_steps = integer("total_steps", total_steps, least=1)
     settings = Settings(
         method=method,
         density=density,
-        warmup_steps=warmup_steps,
+        warmup_steps=default_warmup(warmup_steps, total_steps),
         schedule=() if schedule is None else schedule,
         max_beta1=max_beta1,
         wire=wire,
@@ -128,13 +137,12 @@ def attach_fsdp(
     )
     if schedule is not None and ramp_steps is not None:
         raise ValueError("pass schedule or ramp_steps, not both")
-    if schedule is None:
-        after_warmup = schedule_after_warmup(settings, scaling.optimizer, ramp_steps)
-        settings = replace(settings, schedule=after_warmup)
-    is_first = dist.get_rank() == 0
-    settings = apply_preset(settings, scaling.optimizer, chosen, logs=is_first)
-    if total_steps is not None and is_first and method != "dense":
-        warn_if_short(settings, integer("total_steps", total_steps, least=1))
+    choices = Choices(fields=chosen, ramp_steps=ramp_steps, has_schedule=schedule is not None)
+    settings = suited(settings, scaling.optimizer, choices)
+    if dist.get_rank() == 0:
+        warn_if_unknown(settings, scaling.optimizer)
+        if total_steps is not None and method != "dense":
+            warn_if_short(settings, total_steps)
     check_every = integer("check_every", check_every, least=0)
     job = _job(model, replicate_group, policy or Policy(), scaling, time_limit(timeout))
     return _start(job, settings, check_every, on_step)

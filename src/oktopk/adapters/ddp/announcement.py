@@ -1,0 +1,78 @@
+"""What `attach` tells the person who started the run: what will happen, and what it will cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from oktopk.adapters.parameters import ParameterLayout
+from oktopk.methods import METHODS
+from oktopk.methods.cost_model import Work
+from oktopk.optim.presets import PLAIN, changes_for, name_of
+from oktopk.settings import Settings, num_kept
+from oktopk.utils.units import format_bytes
+from oktopk.wire.codec import entry_bits, size_rounds
+
+
+def describe_run(
+    settings: Settings, parameters: ParameterLayout, world_size: int, optimizer: Any
+) -> str:
+    """The line of `attach`: phases, bytes, and what is done for the optimizer."""
+    numel = sum(p.numel() for p in parameters.parameters.values())
+    begin = f"method {settings.method}, world size {world_size}, {numel:,} gradients"
+    if settings.method == "dense":
+        return f"{begin}: every step is dense"
+    cost = _bytes(settings, parameters, world_size)
+    return f"{begin}: {_phases(settings)}; {cost}; {describe_optimizer(settings, optimizer)}"
+
+
+def describe_optimizer(settings: Settings, optimizer: Any) -> str:
+    """What is done for the optimizer, or changed in it."""
+    if optimizer is None:
+        return f"{PLAIN}, as no optimizer is known: attach(..., optimizer=...), or handle.bind"
+    return f"for {name_of(optimizer)}: {', '.join(changes_for(settings)) or PLAIN}"
+
+
+def expected_bytes(
+    settings: Settings, parameters: ParameterLayout, world_size: int
+) -> tuple[float, float]:
+    """What a rank will send in a step at the final density, and what a dense step sends."""
+    trained = parameters.parameters
+    numel = sum(p.numel() for p in trained.values())
+    num_dense = sum(trained[name].numel() for name in parameters.dense)
+    wide = any(p.dtype == torch.float64 for p in trained.values())
+    itemsize = max((p.element_size() for p in trained.values()), default=4)
+    ring = 2 * (world_size - 1) / world_size
+    work = Work(
+        numel - num_dense,
+        num_kept(numel - num_dense, settings.density),
+        world_size,
+        96.0 if wide else entry_bits(settings.wire, settings.density),
+        8 if wide else 4,
+        0 if wide else size_rounds(settings.wire),
+    )
+    sparse = METHODS[settings.method].cost(work).bytes
+    return sparse + ring * num_dense * (8 if wide else 4), ring * numel * itemsize
+
+
+def _bytes(settings: Settings, parameters: ParameterLayout, world_size: int) -> str:
+    sent, dense = expected_bytes(settings, parameters, world_size)
+    if not dense:
+        return "one rank sends nothing"
+    return (
+        f"a step will then send about {format_bytes(sent)} per rank instead of "
+        f"{format_bytes(dense)} ({100 * sent / dense:.2g} %)"
+    )
+
+
+def _phases(settings: Settings) -> str:
+    """`128 dense steps, 256 in which the density falls from 25 % to 2 %, then 2 %`."""
+    final = f"{100 * settings.density:.3g} %"
+    phases = [f"{settings.warmup_steps} dense steps"] if settings.warmup_steps else []
+    if settings.schedule:
+        first = f"{100 * settings.schedule[0][1]:.3g} %"
+        phases.append(
+            f"{settings.falling_steps} in which the density falls from {first} to {final}"
+        )
+    return ", ".join([*phases, f"then density {final}" if phases else f"density {final}"])

@@ -1,0 +1,87 @@
+"""What all integrations share: attach to a model that a framework has wrapped, load its state."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from oktopk.adapters.ddp.attach import attach
+from oktopk.adapters.ddp.handle import Handle
+from oktopk.adapters.ddp.options import AttachOptions
+from oktopk.adapters.gathered_state import GatheredState
+from oktopk.adapters.rank_files import has_states
+from oktopk.utils.announce import announce
+
+log = logging.getLogger("oktopk")
+
+
+class Unattached:
+    """What integrations return where one process trains alone: it has no state to save."""
+
+    stats = None
+    step = 0
+    closed = True
+
+    @property
+    def gathered(self) -> GatheredState:
+        """An empty state, for frameworks that save what one rank has."""
+        return GatheredState(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def gathered_state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Ignore the residuals of several ranks, which this process does not exchange."""
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write nothing."""
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Read nothing."""
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+    def __repr__(self) -> str:
+        return "<oktopk: one process, nothing to exchange>"
+
+
+def attach_wrapped(
+    model: nn.Module,
+    optimizer: Optimizer | LRScheduler | None,
+    scaler: torch.amp.GradScaler | None = None,
+    **options: Unpack[AttachOptions],
+) -> Handle | Unattached:
+    """Attach to a model as a framework has wrapped it, perhaps compiled after that."""
+    inner = getattr(model, "_orig_mod", model)  # of torch.compile
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if is_alone and not isinstance(inner, DistributedDataParallel):
+        if options.get("verbose", True):
+            announce("one process: there is nothing to exchange")
+        return Unattached()
+    return attach(inner, optimizer=optimizer, scaler=scaler, **options)
+
+
+def load_if_saved(handle: Handle | Unattached, folder: str | os.PathLike[str]) -> None:
+    """Load the states of a checkpoint; warn where it has none, since a dense run has written it."""
+    if isinstance(handle, Unattached):
+        return
+    if has_states(Path(folder)):
+        handle.load(folder)
+    elif handle.comm.rank == 0:
+        log.warning(
+            "%s has no state of oktopk: the run begins with residuals of zero and a new warm-up",
+            folder,
+        )

@@ -1,0 +1,250 @@
+"""What `attach` tells people, what it chooses by itself, and an optimizer that is bound later."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import subprocess
+import sys
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, RMSprop
+
+import oktopk
+from idioms import Net, batch, weights_of
+from oktopk.adapters.ddp.announcement import expected_bytes
+from oktopk.optim.presets import default_warmup
+
+
+@contextmanager
+def fresh_logging(level: int = logging.NOTSET, handler: logging.Handler | None = None):
+    """The logger as in a program that has not configured logging, but for what is given."""
+    log = logging.getLogger("oktopk")
+    root, before = logging.getLogger(), (log.level, log.handlers, log.disabled)
+    handlers, root.handlers = root.handlers, []
+    log.level, log.handlers, log.disabled = level, [handler] if handler else [], False
+    log.manager._clear_cache()
+    try:
+        yield
+    finally:
+        log.level, log.handlers, log.disabled = before
+        root.handlers = handlers
+        log.manager._clear_cache()
+
+
+def said(group, kind: str) -> tuple[str, list[str]]:
+    """What a run of four steps writes to stderr, and what it logs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    configured = {
+        "unconfigured": {},
+        "configured": {"level": logging.INFO, "handler": handler},
+        "quiet": {},
+        "silenced": {"level": logging.WARNING, "handler": handler},
+    }[kind]
+    model = DistributedDataParallel(Net(), process_group=group)
+    optimizer = AdamW(model.parameters())
+    with fresh_logging(**configured), redirect_stderr(io.StringIO()) as stderr:
+        more = {"verbose": False} if kind == "quiet" else {}
+        handle = oktopk.attach(model, optimizer=optimizer, warmup_steps=2, ramp_steps=1, **more)
+        for step in range(4):
+            one_step(group, model, optimizer, step)
+        handle.close()
+    return stderr.getvalue(), lines
+
+
+def one_step(group, model, optimizer, step: int) -> None:
+    x, y = batch(torch.distributed.get_rank(group), step)
+    optimizer.zero_grad()
+    cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def test_a_program_without_logging_sees_two_lines_on_rank_0(worlds):
+    (stderr, logged), (other, _) = worlds.run(2, said, "unconfigured")
+    first, second = stderr.splitlines()
+    assert first.startswith("oktopk: method oktopk, world size 2, 8,405 gradients: 2 dense steps, ")
+    assert "1 in which the density falls from 25 % to 2 %, then density 2 %" in first
+    assert " per rank instead of 33.6 kB (" in first
+    assert "for AdamW: second moments are corrected for gradients that arrive late" in first
+    assert second.startswith("oktopk: step 2: the sparse phase begins")
+    assert other == "" and logged == []
+
+
+def test_a_program_with_logging_sees_them_once(worlds):
+    (stderr, logged), (other, others) = worlds.run(2, said, "configured")
+    assert stderr == "" and len(logged) == 2
+    assert other == "" and others == []
+
+
+@pytest.mark.parametrize("kind", ["quiet", "silenced"])
+def test_whoever_asks_for_silence_gets_it(worlds, kind):
+    assert worlds.run(2, said, kind) == [("", [])] * 2
+
+
+def sent(group, method: str, wire: str) -> tuple[float, float, int, int]:
+    model = DistributedDataParallel(torch.nn.Linear(256, 256), process_group=group)
+    how = {"method": method, "wire": wire, "warmup_steps": 0, "verbose": False}
+    handle = oktopk.attach(model, **how)
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank(group))
+    for _ in range(6):
+        x = torch.randn(8, 256, generator=generator)
+        model(x).square().mean().backward()
+    stats, size = handle.stats, handle.comm.size
+    expected = expected_bytes(handle.settings, handle.driver.parameters, size)
+    handle.close()
+    return *expected, stats.bytes_sent, stats.bytes_dense
+
+
+@pytest.mark.parametrize(("method", "wire"), [("oktopk", "bf16"), ("topka", "int8")])
+def test_the_bytes_that_are_announced_are_those_that_are_sent(worlds, method, wire):
+    ranks = worlds.run(3, sent, method, wire)
+    mean = sum(row[2] for row in ranks) / 3
+    for expected, dense, _, bytes_dense in ranks:
+        assert dense == pytest.approx(bytes_dense, rel=0.01)
+        assert expected == pytest.approx(mean, rel=0.25)  # headers are not in it
+
+
+@pytest.mark.parametrize(
+    ("asked", "total", "steps"),
+    [(None, None, 128), (None, 10**6, 128), (None, 1000, 50), (None, 5, 0), (7, 1000, 7)],
+)
+def test_the_warm_up_is_a_share_of_a_short_run_unless_it_is_given(asked, total, steps):
+    assert default_warmup(asked, total) == steps
+
+
+def bound(group, how: str) -> tuple:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net(), process_group=group)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    options = {"warmup_steps": 2, "verbose": False}
+    if how == "later":
+        handle = oktopk.attach(model, **options).bind(optimizer)
+    else:
+        handle = oktopk.attach(model, optimizer=optimizer, **options)
+    for step in range(12):
+        one_step(group, model, optimizer, step)
+    settings = handle.settings
+    handle.close()
+    return settings, weights_of(model)
+
+
+def test_an_optimizer_that_is_bound_later_makes_no_difference(worlds):
+    at_once, later = (worlds.run(2, bound, how) for how in ("at once", "later"))
+    for (settings, weights), (other_settings, other_weights) in zip(at_once, later, strict=True):
+        assert settings == other_settings
+        assert settings.staleness_correction and settings.falling_steps == 4
+        for name, value in weights.items():
+            assert torch.equal(value, other_weights[name]), name
+
+
+def bound_badly(group) -> list[str]:
+    model = DistributedDataParallel(Net(), process_group=group)
+    optimizer, told = AdamW(model.parameters()), []
+    handle = oktopk.attach(model, warmup_steps=2, verbose=False)
+    for attempt in ("no optimizer", "late", "twice"):
+        try:
+            if attempt == "no optimizer":
+                handle.bind(object())
+            elif attempt == "late":
+                one_step(group, model, optimizer, 0)
+                handle.bind(optimizer)
+            else:
+                handle.close()
+                handle = oktopk.attach(model, optimizer=optimizer, warmup_steps=2, verbose=False)
+                handle.bind(optimizer)
+        except (TypeError, ValueError) as error:
+            told.append(str(error))
+    handle.close()
+    return told
+
+
+def test_binding_wrongly_is_named(worlds):
+    for rank, (no_optimizer, late, twice) in enumerate(worlds.run(2, bound_badly)):
+        assert "expected an optimizer or a scheduler, got object" in no_optimizer
+        assert f"rank {rank}: bind was called after 1 steps" in late
+        assert "bound to AdamW already" in twice
+
+
+def bound_on_one_rank(group) -> str:
+    model = DistributedDataParallel(Net(), process_group=group)
+    optimizer = AdamW(model.parameters())
+    handle = oktopk.attach(model, warmup_steps=2, verbose=False, timeout=6)
+    if torch.distributed.get_rank(group) == 0:
+        handle.bind(optimizer)
+    try:
+        one_step(group, model, optimizer, 0)
+    except RuntimeError:
+        return str(handle.failure)
+    finally:
+        handle.close()
+    return "no error"
+
+
+def test_binding_on_one_rank_alone_is_an_error_on_all(worlds):
+    for told in worlds.run(2, bound_on_one_rank):
+        assert "staleness_correction is True on rank 0 but False on rank 1" in told
+
+
+def warned(group) -> str:
+    model = DistributedDataParallel(Net(), process_group=group)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")
+    with fresh_logging(handler=handler):
+        handle = oktopk.attach(model, warmup_steps=2, verbose=False)
+        handle.bind(RMSprop(model.parameters())).close()
+    return "\n".join(lines)
+
+
+def test_an_unknown_optimizer_that_is_bound_is_a_warning(worlds):
+    first, other = worlds.run(2, warned)
+    assert first.startswith("WARNING for RMSprop: plain error feedback") and other == ""
+
+
+COMPILED = """
+import torch
+from numba.core.dispatcher import Dispatcher
+import gc, oktopk
+from oktopk.adapters import precompile
+from oktopk.settings import Settings
+
+def signatures():
+    ours = [d for d in gc.get_objects() if isinstance(d, Dispatcher)]
+    return {(d.py_func.__qualname__, str(s)) for d in ours for s in d.nopython_signatures
+            if d.py_func.__module__.startswith("oktopk")}
+
+precompile.precompile(Settings(warmup_steps=5), torch.float32, torch.device("cpu"))
+precompile.wait()
+before = signatures()
+assert len(before) > 10, before
+
+def rank(comm):
+    reducer = oktopk.Reducer(20_000, comm=comm)
+    for step in range(70):
+        generator = torch.Generator().manual_seed(comm.rank + 10 * step)
+        reducer.reduce_(torch.randn(20_000, generator=generator))
+
+oktopk.simulate(3, rank)
+print(sorted(signatures() - before))
+"""
+
+
+def test_no_kernel_is_left_to_compile_in_the_sparse_phase():
+    src = str(Path(oktopk.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED],
+        env=os.environ | {"PYTHONPATH": src},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout == "[]\n", done.stdout + done.stderr

@@ -27,7 +27,8 @@ from oktopk.launch import network
 from oktopk.train.tasks.speech.lstman4 import Lstman4
 from oktopk.train.tasks.text.gpt import GPT
 
-FIRST, SETTLING, MEASURED = 18, 3, 9  # steps: of the run, and of each row
+FIRST, SETTLING, MEASURED = 18, 2, 4  # steps: of the run, and each time that groups change
+ROUNDS = 4  # in each of which all numbers of groups are measured: the machine may get slower
 NUM_GROUPS = (1, 2, 4)
 
 
@@ -76,17 +77,22 @@ def work(args: argparse.Namespace) -> None:
     for rate in args.rates.split(","):
         if dist.get_rank() == 0:
             network.shape(args.workers, rate)
-        for num in NUM_GROUPS:
+        taken: dict[int, list[float]] = {}
+        exposed: dict[int, list[float]] = {}
+        for num in NUM_GROUPS * ROUNDS:
             size = -(-sum(numels) // num)
             handle.thread.call(lambda size=size: engine.regroup(size))
             for _ in range(SETTLING):
                 timed_step(model, x)
-            taken = torch.tensor([timed_step(model, x) for _ in range(MEASURED)])
-            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-            ms = 1e3 * statistics.median(taken.tolist())
-            exposed = 1e3 * statistics.median(stats.exposed for stats in seen[-MEASURED:])
+            slowest = torch.tensor([timed_step(model, x) for _ in range(MEASURED)])
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             groups = len(engine.buckets.groups)
-            say(f"{rate:>9} {groups} groups {ms:8.1f} ms, {exposed:8.1f} exposed", flush=True)
+            taken.setdefault(groups, []).extend(slowest.tolist())
+            exposed.setdefault(groups, []).extend(stats.exposed for stats in seen[-MEASURED:])
+        for groups in taken:
+            ms = 1e3 * statistics.median(taken[groups])
+            waited = 1e3 * statistics.median(exposed[groups])
+            say(f"{rate:>9} {groups} groups {ms:8.1f} ms, {waited:8.1f} exposed", flush=True)
     handle.close()
     dist.destroy_process_group()
 

@@ -7,6 +7,7 @@ import tomllib
 
 import pytest
 
+from oktopk.settings import Settings
 from oktopk.train.config import (
     SHIPPED,
     Config,
@@ -17,6 +18,7 @@ from oktopk.train.config import (
     specs,
     to_toml,
 )
+from oktopk.train.exchange import exchange_options
 from oktopk.train.flags import add_flags, with_flags
 from oktopk.train.preset_options import preset_options
 from oktopk.train.setup import log_unused_options
@@ -57,6 +59,8 @@ def test_the_run_of_the_notes():
         ("batch = true", "batch must be a whole number, got True"),
         ("optimizer = 'lion'", "optimizer must be one of sgd, adamw, got 'lion'"),
         ("method = 'topk'", "method must be one of dense"),
+        ("group_numel = 'large'", "group_numel must be auto or a whole number from 1, got 'large'"),
+        ("group_numel = '0'", "group_numel must be auto or a whole number from 1, got '0'"),
         ("lr = 'fast'", "lr must be a number, got 'fast'"),
         ("lr = -1", "lr must be positive"),
         ("lr = 0.1 0.2", "toml: "),
@@ -131,3 +135,9 @@ def test_preset_options_without_effect_are_logged(caplog):
         assert not caplog.messages
         log_unused_options(Config(method="dense", optimizer="adamw", overrides="max_beta1=0.3"))
     assert caplog.messages == ["max_beta1: without effect, since dense sends everything"]
+
+
+@pytest.mark.parametrize(("text", "size"), [("auto", "auto"), ("5000", 5000)])
+def test_the_size_of_groups_is_passed_on(text, size):
+    assert exchange_options(make_config(group_numel=text))["group_numel"] == size
+    assert exchange_options(make_config())["group_numel"] == Settings().group_numel

@@ -77,8 +77,7 @@ def scaled(
     def main(comm: Comm) -> tuple[float, list[int]]:
         transport = comm.transport
         assert isinstance(transport, TimedTransport)
-        how = {"density": density, "comm": comm, "short_bytes": short_bytes}
-        reducer = Reducer(small, method=method, **how)
+        reducer = Reducer(small, method=method, density=density, short_bytes=short_bytes, comm=comm)
         variants = gradients([small], comm.rank, 2)
         for step in range(STEPS[method] - 1):
             reducer.reduce_(variants[step % 2].clone())

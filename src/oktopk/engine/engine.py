@@ -21,20 +21,18 @@ import torch
 from torch import Tensor
 
 from oktopk.comm.communicator import Comm
-from oktopk.engine.buckets import Bucket, check_indexable, grouped, share_out
+from oktopk.engine.buckets import Bucket, Buckets, check_indexable, grouped, share_out
 from oktopk.engine.group_tuning import GroupTuning, SavedTuning
-from oktopk.engine.plan import StepPlan, has_quotas, make_plan
+from oktopk.engine.plan import NEVER, StepPlan, has_quotas, make_plan, min_group_numel
 from oktopk.engine.shards import UNSHARDED, Shards
 from oktopk.engine.step import Memory, Step
 from oktopk.errors import NonfiniteError
 from oktopk.methods import METHODS
-from oktopk.methods.base import SparseMethod, SparseSum
+from oktopk.methods.base import SparseSum
 from oktopk.methods.state import Count, MethodState, SavedThresholds
 from oktopk.settings import DEFAULT_GROUP_NUMEL, Settings
 from oktopk.sparse import acc_dtype
 from oktopk.stats import StepStats
-
-NEVER = 2**62  # steps, or entries
 
 
 class SavedEngine(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,15 +83,16 @@ class Engine:
         """Exchange the same buckets in groups of another size. The residual stays as it is."""
         with self.lock:
             self.group_numel = group_numel
-            if grouped(list(self.buckets.items), self._min_group_numel) == self.buckets:
+            buckets = list(self.buckets.items)
+            if self._grouped(buckets) == self.buckets:
                 return
             residual, spare = self.residual, self._spare
-            self.set_buckets(list(self.buckets.items))
+            self.set_buckets(buckets)
             self.residual, self._spare = residual, spare
 
     def set_buckets(self, buckets: list[Bucket]) -> None:
         """Use other buckets from now on. The caller carries the residual over."""
-        self.buckets = grouped(buckets, self._min_group_numel)
+        self.buckets = self._grouped(buckets)
         quotas_are_set = has_quotas(self.settings, self.buckets)
         exact_every = NEVER if quotas_are_set else self.settings.exact_every
         state = MethodState(
@@ -117,26 +116,8 @@ class Engine:
         self._spare: Tensor | None = None
         """Memory for the next `acc`: fresh memory costs a CPU one fault per page."""
 
-    @property
-    def has_fixed_groups(self) -> bool:
-        """Whether the groups do not depend on `group_numel`.
-
-        With scope "bucket" every bucket is a group. A method that proposes no candidates must see
-        the model.
-        """
-        return self.settings.scope == "bucket" or not self._proposes
-
-    @property
-    def _proposes(self) -> bool:
-        method = METHODS[self.settings.method]
-        return isinstance(method, SparseMethod) and method.propose is not None
-
-    @property
-    def _min_group_numel(self) -> int:
-        """Entries that make a group."""
-        if self.settings.scope == "bucket":
-            return 1
-        return self.group_numel if self._proposes else NEVER
+    def _grouped(self, buckets: list[Bucket]) -> Buckets:
+        return grouped(buckets, min_group_numel(self.settings, self.group_numel))
 
     def plan(self) -> StepPlan:
         """The plan of the next step."""

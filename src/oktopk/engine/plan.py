@@ -11,10 +11,13 @@ from dataclasses import dataclass
 
 from oktopk.engine.buckets import Buckets
 from oktopk.engine.shards import UNSHARDED, Shards
-from oktopk.methods.base import Average
+from oktopk.methods import METHODS
+from oktopk.methods.base import Average, SparseMethod
 from oktopk.settings import Settings, num_kept
 from oktopk.stats import Phase
 from oktopk.wire.codec import CodecName
+
+NEVER = 2**62  # steps, or entries
 
 QUOTA_STEPS = frozenset({0, 1, 2, 4, 8, 16})
 """Sparse steps that also set quotas: early in the sparse phase the gradient shifts between layers
@@ -122,6 +125,23 @@ def make_plan(
         groups=groups,
         whole_model=whole_model,
     )
+
+
+def has_fixed_groups(settings: Settings) -> bool:
+    """Whether groups do not depend on `group_numel`: each bucket is one, or the whole model is.
+
+    A method that proposes no candidates must see the whole model to choose.
+    """
+    method = METHODS[settings.method]
+    proposes = isinstance(method, SparseMethod) and method.propose is not None
+    return settings.scope == "bucket" or not proposes
+
+
+def min_group_numel(settings: Settings, group_numel: int) -> int:
+    """Entries that make a group."""
+    if not has_fixed_groups(settings):
+        return group_numel
+    return 1 if settings.scope == "bucket" else NEVER
 
 
 def has_quotas(settings: Settings, buckets: Buckets) -> bool:

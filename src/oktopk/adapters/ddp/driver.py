@@ -23,6 +23,7 @@ from oktopk.adapters.gradient_driver import GradientDriver
 from oktopk.comm.communicator import Comm
 from oktopk.engine.buckets import Layout
 from oktopk.engine.group_tuning import FIRST_STEPS, GroupTuning
+from oktopk.engine.plan import has_fixed_groups
 from oktopk.engine.step import Step
 from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.settings import Settings
@@ -165,14 +166,15 @@ class StepDriver(GradientDriver[DDPParameterLayout]):
         tuning, engine = self.engine.tuning, self.engine
         if tuning is None or tuning.chosen is not None:
             return
+        if tuning.is_due(engine.step):
+            medians = to_device(tuning.medians(), torch.int64, self.parameters.device)
+            (totals,) = to_host(self.comm.all_reduce_header(medians, stage="groups"))
+            with engine.lock:
+                tuning.choose(totals)
+            self._log_choice(tuning, totals)
         with engine.lock:
             if not tuning.choices and engine.step >= self._first_settled_step:
                 self._plan_trials(tuning)
-            if tuning.is_due(engine.step):
-                medians = to_device(tuning.medians(), torch.int64, self.parameters.device)
-                (totals,) = to_host(self.comm.all_reduce_header(medians, stage="groups"))
-                tuning.choose(totals)
-                self._log_choice(tuning, totals)
             engine.regroup(tuning.group_numel_at(engine.step, engine.group_numel))
 
     @property
@@ -186,7 +188,7 @@ class StepDriver(GradientDriver[DDPParameterLayout]):
         # a run that is resumed without trials in its state has buckets that are not settled
         start = max(settings.warmup_steps + falling, engine.step + SETTLED)
         may_overlap = self.options.overlaps and self.options.clip_before is None
-        if engine.has_fixed_groups or not may_overlap:
+        if has_fixed_groups(settings) or not may_overlap:
             tuning.chosen = engine.group_numel
         else:
             tuning.plan(start, list(engine.buckets.items))

@@ -1,10 +1,9 @@
-"""Hugging Face Accelerate: attach to what `accelerator.prepare` returns.
+"""Hugging Face Accelerate: one line after `accelerator.prepare`.
 
     pip install "oktopk[examples]"
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/accelerate_digits.py
 
-(`accelerate launch --cpu` starts several processes only through MPI.) With more than one process
-the prepared model is a `DistributedDataParallel`, which is what `oktopk.attach` asks for. A small
+(`accelerate launch --cpu` starts several processes only through MPI.) A small
 CNN learns to read digits, and each step keeps 2 % of its gradient.
 """
 
@@ -16,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import oktopk
+from oktopk.integrations.accelerate import attach
 
 EPOCHS, WARMUP_STEPS, NUM_TEST = 10, 25, 360
 
@@ -35,7 +35,7 @@ def main() -> None:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     steps: list[oktopk.StepStats] = []
     how = {"density": 0.02, "warmup_steps": WARMUP_STEPS, "on_step": steps.append}
-    oktopk.attach(model, optimizer=optimizer, **how)
+    attach(accelerator, model, optimizer, **how)
 
     for _ in range(EPOCHS):
         for x, y in loader:

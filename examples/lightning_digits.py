@@ -1,4 +1,4 @@
-"""Lightning: attach in `on_fit_start`, the first hook after the strategy has wrapped the model.
+"""Lightning: one callback attaches the model that the strategy has wrapped.
 
     pip install "oktopk[examples]"
     OMP_NUM_THREADS=1 python examples/lightning_digits.py
@@ -8,12 +8,11 @@ A small CNN learns to read digits, and each step keeps 2 % of its gradient.
 
 import torch
 from lightning import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import LambdaCallback
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import oktopk
+from oktopk.integrations.lightning import OktopkCallback
 
 EPOCHS, WARMUP_STEPS, NUM_TEST = 10, 25, 360
 QUIET = ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"]
@@ -42,8 +41,7 @@ def main() -> None:
     loader = DataLoader(TensorDataset(images[train], labels[train]), batch_size=32, shuffle=True)
     model, steps = Digits(), []
     how = {"density": 0.02, "warmup_steps": WARMUP_STEPS, "on_step": steps.append}
-    sparse = LambdaCallback(on_fit_start=lambda t, _: oktopk.attach(t.strategy.model, **how))
-    trainer = Trainer(max_epochs=EPOCHS, callbacks=[sparse], **SETUP)
+    trainer = Trainer(max_epochs=EPOCHS, callbacks=[OktopkCallback(**how)], **SETUP)
     trainer.fit(model, loader)
 
     if trainer.is_global_zero:

@@ -262,10 +262,9 @@ def ignited(folder: str, last: int, load: bool) -> dict:
         torch.distributed.barrier()  # rank 0 writes
         state = torch.load(f"{folder}/checkpoint_{STOP}.pt", weights_only=True)
         Checkpoint.load_objects(saved, state)
-    # a sampler of one's own: auto_dataloader would shuffle
-    rank = idist.get_rank()
-    data = list(DataLoader(dataset(), batch_size=BATCH))[rank::2]
-    engine.run(data, max_epochs=1, epoch_length=NUM_STEPS)
+    # two batches an epoch: Ignite does not skip the batches of an epoch that was broken off
+    data = list(DataLoader(dataset(), batch_size=BATCH))[idist.get_rank() :: 2][:2]
+    engine.run(data, max_epochs=NUM_STEPS // 2)
     done = result(model.module, handle)
     handle.close()
     return done
@@ -302,8 +301,9 @@ def lightning_run(folder: str, stop: int, ckpt_path: str | None) -> dict:
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    rank = torch.distributed.get_rank()
-    mine = torch.utils.data.Subset(dataset(), range(rank, len(dataset()), 2))
+    # two batches an epoch: Lightning does not skip the batches of an epoch that was broken off
+    rank, some = torch.distributed.get_rank(), dataset(2 * BATCH * 2)
+    mine = torch.utils.data.Subset(some, range(rank, len(some), 2))
     added = OktopkCallback(**SPARSE)
     trainer = Trainer(
         accelerator="cpu",

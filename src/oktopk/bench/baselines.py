@@ -114,6 +114,7 @@ def _method(name: str) -> BenchCase:
             method=name,
             warmup_steps=0,
             check_every=0,
+            verbose=False,
             density=settings.density,
             wire=settings.wire,
         )

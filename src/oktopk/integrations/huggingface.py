@@ -68,7 +68,9 @@ class OktopkCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
         """Save this rank's state into the checkpoint that was just written."""
-        if self.handle is not None and not args.save_only_model:
+        # the trials of a hyperparameter search have other folders, and are never resumed
+        is_resumable = not args.save_only_model and not state.is_hyper_param_search
+        if self.handle is not None and is_resumable:
             folder = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             self.handle.save(Path(args.output_dir or ".") / folder)
 

@@ -131,10 +131,10 @@ class Handle(BaseHandle[StepDriver]):
         optimizer, this = self.driver.scaling.optimizer, weakref.ref(self)
         if optimizer is not None and self._step_hook is None:
             self._step_hook = optimizer.register_step_post_hook(
-                lambda *_: handle.save_if_due() if (handle := this()) else None
+                lambda *_: handle._save_if_due() if (handle := this()) else None
             )
 
-    def save_if_due(self) -> None:
+    def _save_if_due(self) -> None:
         """Save the state that `checkpoint_every` asks for, if it is not saved yet."""
         if self._checkpoint is not None:
             self._checkpoint.save_if_due(self.state_dict, self.comm.rank, self.comm.size)
@@ -227,7 +227,7 @@ class Handle(BaseHandle[StepDriver]):
         DDP cannot remove a hook, so backward raises afterwards until the model is attached again.
         Close before `destroy_process_group`. A communicator that was passed to `attach` stays open.
         """
-        self.save_if_due()
+        self._save_if_due()
         if self._step_hook is not None:
             self._step_hook.remove()
         self._staleness.close()
@@ -242,12 +242,12 @@ class Handle(BaseHandle[StepDriver]):
             if detector.diagnosis is not None:
                 raise ExchangeError("another rank reported a failure")
             if ready.index == 0:
-                self.save_if_due()
+                self._save_if_due()
             self.driver.take(ready)
             if ready.is_last and self._checkpoint is not None:
                 self._checkpoint.after_exchange(self.step)
                 if self._step_hook is None:
-                    self.save_if_due()
+                    self._save_if_due()
         except NonfiniteError:
             raise
         except (

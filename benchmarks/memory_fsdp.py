@@ -1,4 +1,4 @@
-"""Bytes per parameter of a shard: dense HSDP, and `oktopk.attach_fsdp`, as the process's own memory.
+"""Bytes per parameter of a shard: dense HSDP and `oktopk.attach_fsdp`, by the process's memory.
 
     python benchmarks/memory_fsdp.py
 

@@ -12,7 +12,7 @@ import logging
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,12 @@ from oktopk.adapters.ddp.communication_thread import ReadyBucket
 from oktopk.adapters.ddp.connect import describe_model, fastest_method
 from oktopk.adapters.ddp.driver import DriverOptions, StepDriver
 from oktopk.adapters.ddp.handle import Handle
+from oktopk.adapters.ddp.hierarchy import (
+    HierarchicalDriver,
+    SliceLayout,
+    check_hierarchy,
+    connect_nodes,
+)
 from oktopk.adapters.ddp.hook import HookState, attached_to
 from oktopk.adapters.ddp.parameters import DDPParameterLayout
 from oktopk.adapters.ddp.validation import check_model, check_size, clip_norm, may_overlap
@@ -33,6 +39,7 @@ from oktopk.adapters.handle import Connection
 from oktopk.adapters.policy import Policy
 from oktopk.adapters.validation import check_types, is_on_cuda, time_limit
 from oktopk.comm.communicator import Comm
+from oktopk.comm.failure_detector import FailureDetector
 from oktopk.methods import METHODS
 from oktopk.optim.presets import apply_preset, schedule_after_warmup, warn_if_short
 from oktopk.optim.residual_scaling import ResidualScaling
@@ -70,6 +77,7 @@ def attach(
     timeout: float = 300.0,
     total_steps: int | None = None,
     comm: Comm | None = None,
+    local_group: dist.ProcessGroup | Literal["node"] | None = None,
 ) -> Handle:
     """Compress the gradient exchange of a DDP model. Every rank must call it, before training.
 
@@ -112,12 +120,18 @@ def attach(
         comm: an `oktopk.Comm` to exchange over, instead of a new process group of the model's
             ranks. It stays open when the handle is closed, but a failed exchange closes it. It has
             the time limit of its own transport, and can serve one attached model at a time.
+        local_group: the ranks of this node, as a process group, or `node` for those on the same
+            machine. Gradients are then reduced densely inside a node, and each of its ranks
+            exchanges an equal slice of them with the other nodes. Statistics and residuals are
+            those of the slice.
     """
     check_model(model)
     check_types(policy=policy, on_step=on_step, comm=comm)
     _check_ranks(model, comm)
     timeout = time_limit(timeout)
     choice("method", method, (*METHODS, "auto"))
+    if local_group is not None:
+        check_hierarchy(model, comm, method)
     scaling = ResidualScaling(optimizer, scaler)
     if on_nonfinite is None:
         on_nonfinite = "deliver" if scaling.has_scaler else "skip"
@@ -155,7 +169,9 @@ def attach(
         check_every=integer("check_every", check_every, least=0),
         overlaps=may_overlap(model),
     )
-    job = _Job(model, DDPParameterLayout(model, policy or Policy()), scaling, timeout, method)
+    policy = policy or Policy()
+    layout = DDPParameterLayout(model, policy)
+    job = _Job(model, layout, scaling, timeout, method, policy, local_group)
     return _start(job, settings, options, on_step, comm)
 
 
@@ -169,6 +185,9 @@ class _Job:
     timeout: float
     method: str
     """As asked: it may be `auto`."""
+
+    policy: Policy
+    local_group: dist.ProcessGroup | Literal["node"] | None
 
 
 def _start(
@@ -188,6 +207,7 @@ def _start(
         "optimizer": type(job.scaling.optimizer).__name__,
         "scaler": job.scaling.has_scaler,
         "comm": comm is not None,
+        "local_group": job.local_group is not None,
     }
     prefix = agree(arguments | describe_model(job.model, job.parameters), "attach", "oktopk.attach")
 
@@ -195,13 +215,13 @@ def _start(
         agree(values, "load_state_dict", f"{prefix}.step-{step}")
 
     with ExitStack() as undo:  # nothing is left behind where one of these fails
-        group, on_cuda = job.model.process_group, is_on_cuda(job.model)
-        own, failure_detector = connect(group, job.timeout, comm, undo, on_cuda=on_cuda)
-        if job.method == "auto":
-            settings = replace(settings, method=fastest_method(job.model, settings, own))
-        driver = StepDriver(settings, own, job.parameters, job.scaling, options, on_step)
+        driver, failure_detector, everyone = _driver(job, settings, options, on_step, comm, undo)
+        own = driver.comm
         connection = Connection(
-            failure_detector=failure_detector, agree_to_load=agree_to_load, owns_comm=comm is None
+            failure_detector=failure_detector,
+            agree_to_load=agree_to_load,
+            owns_comm=comm is None,
+            everyone=everyone,
         )
         handle = Handle(driver, connection, method_is_auto=job.method == "auto")
         own.is_attached = True
@@ -209,6 +229,28 @@ def _start(
         _install(job.model, handle)
         undo.pop_all()
     return handle
+
+
+def _driver(
+    job: _Job,
+    settings: Settings,
+    options: DriverOptions,
+    on_step: OnStep | None,
+    comm: Comm | None,
+    undo: ExitStack,
+) -> tuple[StepDriver, FailureDetector, Comm | None]:
+    """Connect; return what runs the steps, and the communicator of all ranks if it has another."""
+    if job.local_group is not None:
+        axes = connect_nodes(job.local_group, job.timeout, undo, job.parameters.device)
+        layout = SliceLayout(job.model, job.policy, axes.shards.rank, axes.shards.size)
+        driver = HierarchicalDriver(settings, axes, layout, job.scaling, options, on_step)
+        return driver, axes.failure_detector, axes.everyone
+    group, on_cuda = job.model.process_group, is_on_cuda(job.model)
+    own, failure_detector = connect(group, job.timeout, comm, undo, on_cuda=on_cuda)
+    if job.method == "auto":
+        settings = replace(settings, method=fastest_method(job.model, settings, own))
+    driver = StepDriver(settings, own, job.parameters, job.scaling, options, on_step)
+    return driver, failure_detector, None
 
 
 def _check_total_steps(

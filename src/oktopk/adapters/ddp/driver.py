@@ -19,6 +19,7 @@ from oktopk.adapters.driver import OnStep
 from oktopk.adapters.gradient_driver import GradientDriver
 from oktopk.comm.communicator import Comm
 from oktopk.engine.buckets import Layout
+from oktopk.engine.shards import UNSHARDED, Shards
 from oktopk.engine.step import Step
 from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.settings import Settings
@@ -49,8 +50,9 @@ class StepDriver(GradientDriver[DDPParameterLayout]):
         scaling: ResidualScaling,
         options: DriverOptions,
         on_step: OnStep | None,
+        shards: Shards = UNSHARDED,
     ) -> None:
-        super().__init__(settings, comm, parameters, scaling, options.check_every, on_step)
+        super().__init__(settings, comm, parameters, scaling, options.check_every, on_step, shards)
         self.buckets = BucketTracker()
         self.joined = self.has_joined = False
         """Whether this rank ran out of data in a `join` and shadows the others, now or ever."""

@@ -23,6 +23,7 @@ EXAMPLES = {
     "accelerate_digits.py": ("accelerate", TORCHRUN),
     "lightning_digits.py": ("lightning", ()),
     "local_steps_text.py": ("torch", TORCHRUN),
+    "fsdp2_text.py": ("torch", (*TORCHRUN[:-1], "4")),
 }
 SAID = re.compile(
     r"accuracy ([\d.]+) after (\d+) steps\n"
@@ -106,6 +107,21 @@ def test_the_example_of_local_steps_learns_and_saves_traffic():
     sent, dense = (int(text.replace(",", "")) for text in said.groups()[1:])
     assert float(said[1]) < 2.5  # a uniform guess has 5.5, letters by their frequency about 3.4
     assert sent < dense / 100
+    assert not warnings_in(stderr)
+
+
+@pytest.mark.timeout(120)
+def test_the_example_of_fsdp2_learns_and_saves_traffic():
+    code, stdout, stderr = run("fsdp2_text.py", EXAMPLES["fsdp2_text.py"][1])
+    assert code == 0, stderr
+    said = re.fullmatch(
+        r"loss ([\d.]+) after 120 steps\nbytes sent between sites ([\d,]+) of ([\d,]+) dense\n",
+        stdout,
+    )
+    assert said, f"stdout: {stdout}\nstderr: {stderr}"
+    sent, dense = (int(text.replace(",", "")) for text in said.groups()[1:])
+    assert float(said[1]) < 3.0  # a uniform guess has 5.5, letters by their frequency about 3.4
+    assert sent < dense / 3  # 20 of the 120 steps are dense, and 20 more have a falling density
     assert not warnings_in(stderr)
 
 

@@ -21,6 +21,7 @@ from oktopk.engine.plan import StepPlan
 from oktopk.engine.saved_state import SavedBudget
 from oktopk.engine.shards import UNSHARDED, Shards
 from oktopk.settings import Settings
+from oktopk.sparse import acc_dtype
 from oktopk.stats import StepStats
 
 log = logging.getLogger("oktopk")
@@ -71,6 +72,16 @@ class Driver(Generic[Parameters]):
                     return {}
                 views |= self.parameters.views(residual, names)
             return views
+
+    def copied_residuals(self) -> dict[str, Tensor]:
+        """A copy of the residuals of all parameters, zero before the first sparse step."""
+        views = self.residuals
+        return {
+            name: views[name].clone(memory_format=torch.contiguous_format)
+            if name in views
+            else torch.zeros(p.shape, dtype=acc_dtype(p), device=p.device)
+            for name, p in self.parameters.parameters.items()
+        }
 
     def set_layout(self, layout: Layout, residuals: dict[str, Tensor]) -> None:
         """Cut the engine's buckets as given, and carry the residuals over."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from oktopk.adapters.driver import Driver, OnStep
@@ -22,7 +21,6 @@ from oktopk.engine.buckets import Layout
 from oktopk.engine.saved_state import Exchanged, SavedRates
 from oktopk.errors import ExchangeError, StateError
 from oktopk.settings import Settings
-from oktopk.sparse import acc_dtype
 from oktopk.stats import StepStats
 
 AgreeToLoad = Callable[[dict[str, Any], int], None]
@@ -39,6 +37,10 @@ class Connection:
     agree_to_load: AgreeToLoad
     owns_comm: bool
     """Whether the communicator was made for this handle, and is closed with it."""
+
+    everyone: Comm | None = None
+    """All ranks, where the communicator of the exchange has only some of them. Closing it closes
+    that one too."""
 
 
 class BaseHandle(ABC, Generic[AnyDriver]):
@@ -58,6 +60,17 @@ class BaseHandle(ABC, Generic[AnyDriver]):
     def comm(self) -> Comm:
         """The communicator of the exchange; its ledger counts all bytes."""
         return self.driver.comm
+
+    @property
+    def _everyone(self) -> Comm:
+        """The communicator of all ranks."""
+        return self._connection.everyone or self.comm
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """The number of this rank among all, shard by shard of replica by replica, and how many."""
+        shards = self.driver.engine.shards
+        return self.comm.rank * shards.size + shards.rank, self.comm.size * shards.size
 
     @property
     def settings(self) -> Settings:
@@ -145,21 +158,22 @@ class BaseHandle(ABC, Generic[AnyDriver]):
 
     def _gather(self, state: dict[str, Any]) -> dict[str, Any]:
         try:
-            return gather_states(state, self.comm, self.driver.parameters.device)
+            return gather_states(state, self._everyone, self.driver.parameters.device)
         except ExchangeError as error:
             # raises one that names the rank
-            self._connection.failure_detector.abort(error, self.comm)
+            self._connection.failure_detector.abort(error, self._everyone)
             raise
 
     def _metadata(self, settled_layout: Layout, rates: SavedRates) -> str:
         """All of the state that is not a tensor, as text."""
         budget = self.driver.budget
+        rank, world_size = self._place
         metadata = saved_state.SavedMetadata(
             format=saved_state.FORMAT,
             exchanged=self.exchanged,
             method=self.settings.method,
-            world_size=self.comm.size,
-            rank=self.comm.rank,
+            world_size=world_size,
+            rank=rank,
             frozen=self.driver.parameters.frozen,
             layout=self.driver.layout,
             settled_layout=settled_layout,
@@ -167,19 +181,8 @@ class BaseHandle(ABC, Generic[AnyDriver]):
             residual_scaling=rates,
             budget=None if budget is None else budget.save(),
             shards=self.driver.engine.shards.size,
-            shard=self.driver.engine.shards.rank,
         )
         return saved_state.write_metadata(metadata)
-
-    def _copied_residuals(self) -> dict[str, Tensor]:
-        """The residuals of all parameters, zero before the first sparse step."""
-        views = self.residuals
-        return {
-            name: views[name].clone(memory_format=torch.contiguous_format)
-            if name in views
-            else torch.zeros(p.shape, dtype=acc_dtype(p), device=p.device)
-            for name, p in self.driver.parameters.parameters.items()
-        }
 
     def _read(self, state: dict[str, Any] | list[dict[str, Any]]) -> saved_state.Saved:
         """Check a state. In the middle of training all ranks load one, or none does.
@@ -204,13 +207,14 @@ class BaseHandle(ABC, Generic[AnyDriver]):
 
     def _parse(self, state: dict[str, Any] | list[dict[str, Any]]) -> saved_state.Saved:
         """This rank's part of a state; StateError if it does not fit."""
+        rank, world_size = self._place
         return saved_state.load(
             state,
-            rank=self.comm.rank,
-            world_size=self.comm.size,
+            rank=rank,
+            world_size=world_size,
             method=None if self._method_is_auto else self.settings.method,
             exchanged=self.exchanged,
-            parameters=self.driver.parameters.parameters,
+            parameters=self.driver.parameters.stored(),
             frozen=self.driver.parameters.frozen,
         )
 
@@ -226,4 +230,4 @@ class BaseHandle(ABC, Generic[AnyDriver]):
     def _close_comm(self) -> None:
         self.comm.is_attached = False
         if self._connection.owns_comm:
-            self.comm.close()
+            self._everyone.close()

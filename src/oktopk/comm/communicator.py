@@ -130,6 +130,18 @@ class Comm:
         )
         return received
 
+    def reduce_scatter(self, x: Tensor, *, stage: str) -> Tensor:
+        """Sum row p of x over ranks on rank p, in rank order. Payload: P-1 of its P rows sent."""
+        rows = self._all_to_all(x, stage, header=False)
+        total = rows[0].clone()
+        for row in rows[1:]:
+            total += row
+        return total
+
+    def all_gather(self, x: Tensor, *, stage: str) -> Tensor:
+        """Gather tensors of one size as rows in rank order. Payload: len(x)(P-1) elements sent."""
+        return self._all_to_all(x.expand(self.size, *x.shape), stage, header=False)
+
     # Header collectives: integers of fixed size.
 
     def all_gather_header(self, x: Tensor, *, stage: str) -> Tensor:
@@ -195,11 +207,11 @@ class Comm:
         self.nonfinite = self.nonfinite or any(word < 0 for word in words)
         return [word if word >= 0 else ~word for word in words]
 
-    def _all_to_all(self, x: Tensor, stage: str) -> Tensor:
+    def _all_to_all(self, x: Tensor, stage: str, *, header: bool = True) -> Tensor:
         out = x.new_empty(x.shape)
         self.transport.all_to_all(x, out)
         rows = [x[0].nbytes] * (self.size - 1)
-        self.ledger.add(stage, messages(rows, rows, header=True), rows)
+        self.ledger.add(stage, messages(rows, rows, header=header), rows)
         return out
 
     def _exchange(

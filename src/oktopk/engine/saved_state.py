@@ -75,10 +75,21 @@ class SavedMetadata(msgspec.Struct, frozen=True, kw_only=True):
     exchanged: Exchanged = "gradients"
     budget: SavedBudget | None = None
     shards: Annotated[int, Meta(ge=1)] = 1
-    """Ranks that one replica of the model is sharded over."""
+    """Ranks that have one replica of the model together. Those of replica 0 are counted first."""
 
-    shard: Count = 0
-    """Which of them saved."""
+    @property
+    def replicas(self) -> int:
+        return self.world_size // self.shards
+
+    @property
+    def replica(self) -> int:
+        """Which of the replicas the rank that saved belongs to."""
+        return self.rank // self.shards
+
+    @property
+    def shard(self) -> int:
+        """Which shard of its replica the rank that saved has."""
+        return self.rank % self.shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +221,11 @@ def _check_numbers(metadata: SavedMetadata) -> None:
     """What types cannot say: numbers that must fit each other."""
     if metadata.rank >= metadata.world_size:
         raise StateError(f"the state is of rank {metadata.rank} of {metadata.world_size}")
-    _check_engine(metadata.engine, metadata.world_size)
+    if metadata.world_size % metadata.shards:
+        raise StateError(
+            f"the state is of {metadata.world_size} ranks and {metadata.shards} shards of a replica"
+        )
+    _check_engine(metadata.engine, metadata.replicas)
     rates = (*metadata.residual_scaling.rates.values(), *metadata.residual_scaling.peaks.values())
     if not all(
         0 <= rate < float("inf") for rate in (*rates, metadata.residual_scaling.scale or 1.0)
@@ -293,10 +308,17 @@ def _resharded(states: list[Saved], rank: int, world_size: int) -> Saved:
         name: sum((saved.residuals[name] for saved in mine), torch.zeros_like(like))
         for name, like in ordered[0].residuals.items()
     }
-    # thresholds and bounds were for another world size: without sizes they are not taken over
-    engine = msgspec.structs.replace(metadata.engine, numels=[])
-    metadata = msgspec.structs.replace(metadata, rank=rank, world_size=world_size, engine=engine)
+    engine = without_thresholds(metadata.engine)
+    metadata = msgspec.structs.replace(
+        metadata, rank=rank, world_size=world_size, shards=1, engine=engine
+    )
     return Saved(metadata, residuals, ordered[0].arrived)  # arrivals are the same on every rank
+
+
+def without_thresholds(engine: SavedEngine) -> SavedEngine:
+    """Where they were for another world size, or for other buckets: without sizes, thresholds and
+    bounds are not taken over."""
+    return msgspec.structs.replace(engine, numels=[])
 
 
 def taken_over(states: Sequence[T], rank: int, world_size: int) -> Sequence[T]:
@@ -333,7 +355,7 @@ def _fitted(saved: Saved, parameters: Mapping[str, Tensor], frozen: Collection[s
         for name, parameter in parameters.items()
     }
     # DDP has other buckets for other parameters
-    engine = msgspec.structs.replace(saved.metadata.engine, numels=[])
+    engine = without_thresholds(saved.metadata.engine)
     metadata = msgspec.structs.replace(saved.metadata, engine=engine, layout=[], settled_layout=[])
     return Saved(metadata, residuals, saved.arrived)
 

@@ -26,6 +26,12 @@ from oktopk.adapters.ddp.communication_thread import ReadyBucket
 from oktopk.adapters.ddp.connect import describe_model, fastest_method
 from oktopk.adapters.ddp.driver import DriverOptions, StepDriver
 from oktopk.adapters.ddp.handle import Handle
+from oktopk.adapters.ddp.hierarchy import (
+    HierarchicalDriver,
+    SliceLayout,
+    check_hierarchy,
+    connect_nodes,
+)
 from oktopk.adapters.ddp.hook import HookState, attached_to
 from oktopk.adapters.ddp.parameters import DDPParameterLayout
 from oktopk.adapters.ddp.validation import check_model, check_size, clip_norm, may_overlap
@@ -35,6 +41,7 @@ from oktopk.adapters.policy import Policy
 from oktopk.adapters.precompile import precompile
 from oktopk.adapters.validation import check_types, is_on_cuda, time_limit
 from oktopk.comm.communicator import Comm
+from oktopk.comm.failure_detector import FailureDetector
 from oktopk.methods import METHODS
 from oktopk.methods.cost_model import SHORT_BYTES
 from oktopk.optim.presets import (
@@ -84,6 +91,7 @@ def attach(
     total_steps: int | None = None,
     verbose: bool = True,
     comm: Comm | None = None,
+    local_group: dist.ProcessGroup | Literal["node"] | None = None,
 ) -> Handle:
     """Compress the gradient exchange of a DDP model. Every rank must call it, before training.
 
@@ -138,12 +146,18 @@ def attach(
         comm: an `oktopk.Comm` to exchange over, instead of a new process group of the model's
             ranks. It stays open when the handle is closed, but a failed exchange closes it. It has
             the time limit of its own transport, and can serve one attached model at a time.
+        local_group: the ranks of this node, as a process group, or `node` for those on the same
+            machine. Gradients are then reduced densely inside a node, and each of its ranks
+            exchanges an equal slice of them with the other nodes. Statistics and residuals are
+            those of the slice.
     """
     check_model(model)
     check_types(policy=policy, on_step=on_step, comm=comm)
     _check_ranks(model, comm)
     timeout = time_limit(timeout)
     choice("method", method, (*METHODS, "auto"))
+    if local_group is not None:
+        check_hierarchy(model, comm, method)
     scaling = ResidualScaling(optimizer, scaler)
     if on_nonfinite is None:
         on_nonfinite = "deliver" if scaling.has_scaler else "skip"
@@ -156,6 +170,8 @@ def attach(
     if total_steps is not None:
         total_steps = integer("total_steps", total_steps, least=1)
     budget = budget_options(density, wire, exchange_share, method)
+    if budget is not None and local_group is not None:
+        raise ValueError("density='auto' does not work with local_group: give a density")
     settings = Settings(
         method="oktopk" if method == "auto" else method,
         density=DENSITY if budget else density,  # pyright: ignore[reportArgumentType] - checked
@@ -182,11 +198,12 @@ def attach(
         overlaps=may_overlap(model),
         verbose=flag("verbose", verbose),
     )
-    parameters = DDPParameterLayout(model, policy or Policy())
-    job = _Job(model, parameters, scaling, timeout, method, choices, budget)
+    policy = policy or Policy()
+    parameters = DDPParameterLayout(model, policy)
+    job = _Job(model, parameters, scaling, timeout, method, policy, local_group, choices, budget)
     handle = _start(job, settings, options, on_step, comm)
     precompile(handle.settings, parameters.dtype, parameters.device)
-    if handle.comm.rank == 0:
+    if dist.get_rank(model.process_group) == 0:
         _tell(handle, total_steps, verbose=verbose)
     return handle
 
@@ -202,6 +219,8 @@ class _Job:
     method: str
     """As asked: it may be `auto`."""
 
+    policy: Policy
+    local_group: dist.ProcessGroup | Literal["node"] | None
     choices: Choices
     auto: BudgetOptions | None
     """Of density `auto`, else None."""
@@ -224,6 +243,7 @@ def _start(
         "optimizer": type(job.scaling.optimizer).__name__,
         "scaler": job.scaling.has_scaler,
         "comm": comm is not None,
+        "local_group": job.local_group is not None,
     }
     arguments |= {"density": AUTO, **asdict(job.auto)} if job.auto else {}
     prefix = agree(arguments | describe_model(job.model, job.parameters), "attach", "oktopk.attach")
@@ -232,15 +252,13 @@ def _start(
         agree(values, "load_state_dict", f"{prefix}.step-{step}")
 
     with ExitStack() as undo:  # nothing is left behind where one of these fails
-        group, on_cuda = job.model.process_group, is_on_cuda(job.model)
-        own, failure_detector = connect(group, job.timeout, comm, undo, on_cuda=on_cuda)
-        if job.method == "auto":
-            settings = replace(settings, method=fastest_method(job.model, settings, own))
-        trained = list(job.parameters.parameters.values())
-        budget = start_budget(job.auto, settings, trained, own)
-        driver = StepDriver(settings, own, job.parameters, job.scaling, options, on_step, budget)
+        driver, failure_detector, everyone = _driver(job, settings, options, on_step, comm, undo)
+        own = driver.comm
         connection = Connection(
-            failure_detector=failure_detector, agree_to_load=agree_to_load, owns_comm=comm is None
+            failure_detector=failure_detector,
+            agree_to_load=agree_to_load,
+            owns_comm=comm is None,
+            everyone=everyone,
         )
         is_auto = job.method == "auto"
         handle = Handle(driver, connection, job.choices, method_is_auto=is_auto)
@@ -249,6 +267,30 @@ def _start(
         _install(job.model, handle)
         undo.pop_all()
     return handle
+
+
+def _driver(
+    job: _Job,
+    settings: Settings,
+    options: DriverOptions,
+    on_step: OnStep | None,
+    comm: Comm | None,
+    undo: ExitStack,
+) -> tuple[StepDriver, FailureDetector, Comm | None]:
+    """Connect; return what runs the steps, and the communicator of all ranks if it has another."""
+    if job.local_group is not None:
+        axes = connect_nodes(job.local_group, job.timeout, undo, job.parameters.device)
+        layout = SliceLayout(job.model, job.policy, axes.shards.rank, axes.shards.size)
+        driver = HierarchicalDriver(settings, axes, layout, job.scaling, options, on_step)
+        return driver, axes.failure_detector, axes.everyone
+    group, on_cuda = job.model.process_group, is_on_cuda(job.model)
+    own, failure_detector = connect(group, job.timeout, comm, undo, on_cuda=on_cuda)
+    if job.method == "auto":
+        settings = replace(settings, method=fastest_method(job.model, settings, own))
+    trained = list(job.parameters.parameters.values())
+    budget = start_budget(job.auto, settings, trained, own)
+    driver = StepDriver(settings, own, job.parameters, job.scaling, options, on_step, budget)
+    return driver, failure_detector, None
 
 
 def _tell(handle: Handle, total_steps: int | None, *, verbose: bool) -> None:

@@ -24,6 +24,7 @@ from oktopk.comm.communicator import Comm
 from oktopk.engine.buckets import Layout
 from oktopk.engine.group_tuning import FIRST_STEPS, GroupTuning
 from oktopk.engine.plan import has_fixed_groups
+from oktopk.engine.shards import UNSHARDED, Shards
 from oktopk.engine.step import Step
 from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.settings import Settings
@@ -60,6 +61,7 @@ class StepDriver(GradientDriver[DDPParameterLayout]):
         options: DriverOptions,
         on_step: OnStep | None,
         budget: Budget | None = None,
+        shards: Shards = UNSHARDED,
     ) -> None:
         super().__init__(
             settings,
@@ -70,6 +72,7 @@ class StepDriver(GradientDriver[DDPParameterLayout]):
             on_step,
             options.verbose,
             budget,
+            shards,
         )
         self.buckets = BucketTracker()
         self.joined = self.has_joined = False

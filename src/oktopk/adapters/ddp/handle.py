@@ -175,7 +175,7 @@ class Handle(BaseHandle[StepDriver]):
         with engine.lock:
             text = self._metadata(self.driver.buckets.settled, self.driver.scaling.save())
             with reading(engine.residual):
-                residuals = self._copied_residuals()
+                residuals = self.driver.copied_residuals()
             arrived = self._staleness.state_dict()
             return {"residuals": residuals, "arrived": arrived, "metadata": text}
 
@@ -254,7 +254,7 @@ class Handle(BaseHandle[StepDriver]):
             BaseException
         ) as error:  # sys.exit() in on_step too: the other ranks must learn of it
             self.driver.discard_step()
-            detector.abort(error, self.comm)
+            detector.abort(error, self._everyone)
             raise
 
 

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from oktopk.adapters.axes import connect_axes
 from oktopk.adapters.connect import agree_by_store, describe_group, describe_parameters
 from oktopk.adapters.driver import OnStep
-from oktopk.adapters.fsdp.connect import connect_axes
 from oktopk.adapters.fsdp.driver import ShardDriver
 from oktopk.adapters.fsdp.handle import FSDPHandle
 from oktopk.adapters.fsdp.modules import reshard, shard_group, sharded_modules
@@ -195,7 +195,7 @@ def _start(job: _Job, settings: Settings, check_every: int, on_step: OnStep | No
 
     with ExitStack() as undo:  # nothing is left behind where one of these fails
         device = job.parameters.device
-        axes = connect_axes(job.replicas, job.shards, job.timeout, undo, device)
+        axes = connect_axes(job.shards[0], job.replicas[0], job.timeout, undo, device)
         mine = torch.tensor([job.parameters.num_sparse], device=device)
         limits = to_host(axes.shards.all_gather_header(mine, stage="start"))[0]
         shards = ShardGroup(axes.shards, limits)
@@ -203,9 +203,12 @@ def _start(job: _Job, settings: Settings, check_every: int, on_step: OnStep | No
             settings, axes.replicas, job.parameters, job.scaling, check_every, on_step, shards
         )
         connection = Connection(
-            failure_detector=axes.failure_detector, agree_to_load=agree_to_load, owns_comm=True
+            failure_detector=axes.failure_detector,
+            agree_to_load=agree_to_load,
+            owns_comm=True,
+            everyone=axes.everyone,
         )
-        handle = FSDPHandle(driver, connection, axes.everyone)
+        handle = FSDPHandle(driver, connection)
         undo.pop_all()
     return handle
 

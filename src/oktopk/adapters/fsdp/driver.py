@@ -61,6 +61,14 @@ class ShardDriver(GradientDriver[ShardLayout]):
 
         self.set_layout(parameters.layout, {})
 
+    def copied_residuals(self) -> dict[str, Tensor]:
+        """A copy of this rank's residuals by name, zero before the first sparse step."""
+        views, layout = self.residuals, self.parameters
+        return {
+            name: views[name].clone() if name in views else layout.zeros(name)
+            for name in layout.parameters
+        }
+
     def take(self, number: int, flat: Tensor) -> None:
         """Note the reduced gradient of an FSDP module. FSDP makes `.grad` of it afterwards."""
         module = self.parameters.modules[number]

@@ -15,12 +15,10 @@ from torch import Tensor
 from oktopk.adapters.fsdp import state as fsdp_state
 from oktopk.adapters.fsdp.driver import ShardDriver
 from oktopk.adapters.handle import BaseHandle, Connection
-from oktopk.comm.communicator import Comm
 from oktopk.comm.ledger import Traffic
 from oktopk.engine.saved_state import Saved, taken_over
 from oktopk.errors import ExchangeError, NonfiniteError
 from oktopk.optim.staleness import StalenessCorrection
-from oktopk.sparse import acc_dtype
 
 CLOSED = "the handle of this model was closed: call attach_fsdp again"
 
@@ -31,7 +29,7 @@ class FSDPHandle(BaseHandle[ShardDriver]):
     Statistics and residuals are those of this rank's shard.
     """
 
-    def __init__(self, driver: ShardDriver, connection: Connection, everyone: Comm) -> None:
+    def __init__(self, driver: ShardDriver, connection: Connection) -> None:
         super().__init__(driver, connection)
         self.failure: BaseException | None = None
         """The error that ended the exchange for good; None while it is well."""
@@ -43,9 +41,8 @@ class FSDPHandle(BaseHandle[ShardDriver]):
             {name: p for name, p in parameters.parameters.items() if not parameters.is_dense(name)},
             self.settings,
             last=lambda: handle.stats if (handle := this()) else None,
-            logs=everyone.rank == 0,
+            logs=self._everyone.rank == 0,
         )
-        self._everyone = everyone
         self._backward = -1
         """The number that autograd gave to the backward whose end is awaited."""
 
@@ -75,10 +72,13 @@ class FSDPHandle(BaseHandle[ShardDriver]):
         same at any time, so the state of a fresh handle is a template to load into, on the same
         mesh. `load_checkpoint` loads a checkpoint of any mesh.
         """
-        layout, (replica, shard) = self.driver.parameters, self._place
+        layout = self.driver.parameters
+        replica, shard = self.comm.rank, self.driver.shard_comm.rank
         text = self._metadata(layout.layout, self.driver.scaling.save())
         return {
-            "residuals": {str(replica): fsdp_state.as_dtensors(self._copied_residuals(), layout)},
+            "residuals": {
+                str(replica): fsdp_state.as_dtensors(self.driver.copied_residuals(), layout)
+            },
             "arrived": fsdp_state.as_dtensors(self._staleness.state_dict(), layout),
             "metadata": {fsdp_state.place(replica, shard): text},
         }
@@ -132,24 +132,7 @@ class FSDPHandle(BaseHandle[ShardDriver]):
             module.hook(None)
         self._staleness.close()
         self._finalizer()
-        self._everyone.close()
-
-    @property
-    def _place(self) -> tuple[int, int]:
-        """Replica and shard of this rank."""
-        return self.comm.rank, self.driver.shard_comm.rank
-
-    def _copied_residuals(self) -> dict[str, Tensor]:
-        views = self.residuals
-        return {
-            name: views[name].clone() if name in views else self._zeros(name)
-            for name in self.driver.parameters.parameters
-        }
-
-    def _zeros(self, name: str) -> Tensor:
-        layout = self.driver.parameters
-        shard = layout.shard(name)
-        return torch.zeros(shard.shape, dtype=acc_dtype(shard), device=layout.device)
+        self._close_comm()
 
     def _template(self, replicas: int, shards: int) -> dict[str, Any]:
         """What this rank needs of a checkpoint of so many replicas and shards, to load into."""
@@ -161,16 +144,14 @@ class FSDPHandle(BaseHandle[ShardDriver]):
         needed = taken_over(range(replicas), self.comm.rank, self.comm.size) or [0]
         residuals = {
             str(each): fsdp_state.as_dtensors(
-                {name: self._zeros(name) for name in layout.parameters}, layout
+                {name: layout.zeros(name) for name in layout.parameters}, layout
             )
             for each in needed
         }
         return mine | {"residuals": residuals, "metadata": {fsdp_state.place(0, 0): ""}}
 
     def _parse(self, state: dict[str, Any] | list[dict[str, Any]]) -> Saved:
-        shards = self.driver.engine.shards
-        replica, shard = self._place
-        own = fsdp_state.of_this_rank(state, replica, self.comm.size, shard, shards.size)
+        own = fsdp_state.of_this_rank(state, self.comm, self.driver.shard_comm)
         return super()._parse(own)
 
     def _take(self, number: int, flat: Tensor) -> None:

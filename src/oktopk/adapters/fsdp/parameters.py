@@ -12,6 +12,7 @@ from oktopk.adapters.parameters import ParameterLayout
 from oktopk.adapters.policy import Policy
 from oktopk.engine.buckets import Layout
 from oktopk.optim.flat_views import local_shard
+from oktopk.sparse import acc_dtype
 
 
 class ShardLayout(ParameterLayout):
@@ -43,6 +44,11 @@ class ShardLayout(ParameterLayout):
     def shard(self, name: str) -> Tensor:
         """This rank's shard of a parameter, without padding."""
         return local_shard(self._sharded[name].sharded_param.detach())
+
+    def zeros(self, name: str) -> Tensor:
+        """A residual of zero, in the shape of this rank's shard."""
+        shard = self.shard(name)
+        return torch.zeros(shard.shape, dtype=acc_dtype(shard), device=self.device)
 
     def numel(self, name: str) -> int:
         return padded_numel(self._sharded[name])

@@ -21,7 +21,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from oktopk.adapters.fsdp.parameters import ShardLayout
-from oktopk.engine.saved_state import SavedMetadata, parse_metadata, taken_over, write_metadata
+from oktopk.comm.communicator import Comm
+from oktopk.engine.saved_state import (
+    SavedMetadata,
+    parse_metadata,
+    taken_over,
+    without_thresholds,
+    write_metadata,
+)
 from oktopk.errors import StateError
 from oktopk.optim.flat_views import local_shard
 
@@ -59,9 +66,7 @@ def saved_mesh(keys: Iterable[str], key: str) -> tuple[int, int]:
     return max(replica for replica, _ in places) + 1, max(shard for _, shard in places) + 1
 
 
-def of_this_rank(
-    state: Any, replica: int, replicas: int, shard: int, shards: int
-) -> dict[str, Any]:
+def of_this_rank(state: Any, replicas: Comm, shards: Comm) -> dict[str, Any]:
     """One rank's state with this rank's shards as plain tensors, from a state of any mesh.
 
     If the mesh has changed, the residuals of replicas r, r+R, ... are added up, so sums over
@@ -69,45 +74,53 @@ def of_this_rank(
     """
     if not isinstance(state, dict) or not set(KEYS) <= set(state):
         raise StateError(f"not a state of attach_fsdp: expected one with {sorted(KEYS)}")
-    texts = state["metadata"]
+    texts, here = state["metadata"], place(replicas.rank, shards.rank)
     if not isinstance(texts, dict) or not texts:
         raise StateError("'metadata' of the state must have the text of a rank")
-    metadata = parse_metadata(texts.get(place(replica, shard), next(iter(texts.values()))))
+    metadata = parse_metadata(texts.get(here, next(iter(texts.values()))))
     arrived = {name: local_shard(x) for name, x in state["arrived"].items()}
-    if (metadata.world_size, metadata.shards) == (replicas, shards):
-        if (metadata.rank, metadata.shard) != (replica, shard):
+    if metadata.shards == shards.size and metadata.replicas == replicas.size:
+        if place(metadata.replica, metadata.shard) != here:
             raise StateError(
-                f"the state is of shard {metadata.shard} of replica {metadata.rank}, and this rank "
-                f"has shard {shard} of replica {replica}: load each rank's own"
+                f"the state is of shard {metadata.shard} of replica {metadata.replica}, and this "
+                f"rank has shard {shards.rank} of replica {replicas.rank}: load each rank's own"
             )
-        residuals = {name: local_shard(x) for name, x in state["residuals"][str(replica)].items()}
-        text = texts[place(replica, shard)]
-        return {"residuals": residuals, "arrived": arrived, "metadata": text}
-    metadata, residuals = _resharded(state["residuals"], metadata, replica, replicas)
-    metadata = msgspec.structs.replace(metadata, shards=shards, shard=shard)
+        own = state["residuals"][str(replicas.rank)]
+        residuals = {name: local_shard(x) for name, x in own.items()}
+    else:
+        residuals = _taken_over(state["residuals"], metadata, replicas)
+        metadata = _moved(metadata, replicas, shards)
     return {"residuals": residuals, "arrived": arrived, "metadata": write_metadata(metadata)}
 
 
-def _resharded(
-    by_replica: dict[str, dict[str, Tensor]], metadata: SavedMetadata, replica: int, replicas: int
-) -> tuple[SavedMetadata, dict[str, Tensor]]:
-    """What a rank of another mesh takes over."""
-    mine = [str(each) for each in taken_over(range(metadata.world_size), replica, replicas)]
-    if not set(mine) <= set(by_replica):
+def _taken_over(
+    by_replica: dict[str, dict[str, Tensor]], metadata: SavedMetadata, replicas: Comm
+) -> dict[str, Tensor]:
+    """The sums of the residuals that this replica takes over."""
+    mine = [
+        str(each) for each in taken_over(range(metadata.replicas), replicas.rank, replicas.size)
+    ]
+    if not set(mine) <= set(by_replica) or not by_replica:
         raise StateError(
-            f"the state is of {metadata.world_size} replicas of {metadata.shards} shards; for "
-            f"{replicas} replicas this one needs the residuals of replicas {mine}, and has only "
-            f"those of {sorted(by_replica)}: load it with handle.load_checkpoint"
+            f"the state is of {metadata.replicas} replicas of {metadata.shards} shards; for "
+            f"{replicas.size} replicas this one needs the residuals of replicas {mine}, and has "
+            f"only those of {sorted(by_replica)}: load it with handle.load_checkpoint"
         )
-    residuals = {
-        name: sum(
-            (local_shard(by_replica[each][name]) for each in mine),
-            torch.zeros_like(local_shard(like)),
-        )
-        for name, like in next(iter(by_replica.values())).items()
+    like = next(iter(by_replica.values()))
+    return {
+        name: sum((local_shard(by_replica[each][name]) for each in mine), torch.zeros_like(zero))
+        for name, zero in ((name, local_shard(x)) for name, x in like.items())
     }
-    # thresholds, bounds and shares were for other shards: without sizes they are not taken over
-    engine = msgspec.structs.replace(metadata.engine, numels=[])
+
+
+def _moved(metadata: SavedMetadata, replicas: Comm, shards: Comm) -> SavedMetadata:
+    """For a rank of another mesh; thresholds, bounds and shares of k were for other shards."""
     return msgspec.structs.replace(
-        metadata, rank=replica, world_size=replicas, engine=engine, layout=[]
-    ), residuals
+        metadata,
+        rank=replicas.rank * shards.size + shards.rank,
+        world_size=replicas.size * shards.size,
+        shards=shards.size,
+        engine=without_thresholds(metadata.engine),
+        layout=[],
+        settled_layout=[],
+    )

@@ -83,7 +83,7 @@ class LocalSteps(BaseHandle[RoundDriver]):
         parameters = driver.parameters.parameters
         momentum = {} if driver.momentum is None else driver.views(driver.momentum)
         return {
-            "residuals": self._copied_residuals(),
+            "residuals": self.driver.copied_residuals(),
             "anchor": _copies(driver.views(driver.anchor)),
             "weights": _copies({name: p.detach() for name, p in parameters.items()}),
             "momentum": _copies(momentum),

@@ -235,7 +235,8 @@ def _check_parameter(name: str, parameter: Tensor) -> None:
     if isinstance(parameter, DTensor):
         raise TypeError(
             f"parameter {name!r} is a DTensor, which is spread over ranks: local_steps needs whole "
-            "parameters, as a plain module or DistributedDataParallel has"
+            "parameters, as a plain module or DistributedDataParallel has; for a model that FSDP2 "
+            "shards inside a site, exchange gradients between sites with oktopk.attach_fsdp"
         )
     if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
         raise TypeError(

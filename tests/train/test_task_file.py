@@ -99,7 +99,7 @@ BAD = {
     "default's value": (
         changed('"lr": 0.003', '"lr": -1'),
         (),
-        "mine.py: defaults: lr must be at least 0.0, got -1",
+        "mine.py: defaults: lr must be positive, got -1",
     ),
     "default's type": (
         changed('"epochs": 20', '"epochs": 2.5'),
@@ -119,9 +119,9 @@ def test_what_is_wrong_is_told_before_anything_starts(name, tmp_path, oktopk, ca
     file = tmp_path / "mine.py"
     if content is not None:
         file.write_text(content)
-    assert oktopk("train", "--task", str(file), *flags) == 2 - (name == "metric")
+    assert oktopk("train", "--task", str(file), *flags) == 2
     said = capsys.readouterr().err
     assert message in said and "Traceback" not in said, said
-    assert said.count("\n") == 1 or said.startswith("usage: ")
+    assert said.count("\n") == 1
     assert said.count("mine.py: ") <= 1
     assert not (tmp_path / "runs").exists()

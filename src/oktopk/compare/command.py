@@ -30,8 +30,8 @@ from oktopk.runlog.reader import RunLog, read_runlog
 from oktopk.runlog.run_directory import METRICS_FILE, lock
 from oktopk.train.config import Config
 from oktopk.train.console import print_line
+from oktopk.train.flags import add_config_flag, load_with_flags
 from oktopk.train.flags import add_flags as add_train_flags
-from oktopk.train.flags import load_with_flags
 from oktopk.train.preflight import check_before_start
 from oktopk.train.run_process import (
     directory_of,
@@ -50,7 +50,7 @@ NAME = "compare"
 LISTS = {"methods": "method", "densities": "density", "seeds": "seed"}
 
 
-def add_flags(parser: argparse.ArgumentParser, task: str) -> None:
+def add_flags(parser: argparse.ArgumentParser, config: Config) -> None:
     """The flags of `oktopk compare`, and all those of `oktopk train`."""
     parser.add_argument(
         "--methods",
@@ -59,8 +59,8 @@ def add_flags(parser: argparse.ArgumentParser, task: str) -> None:
     parser.add_argument("--densities", help="comma-separated (default: the config's)")
     parser.add_argument("--seeds", help="comma-separated (default: the config's)")
     parser.add_argument("--metric", help="what the figures show (default: the task's first)")
-    parser.add_argument("--config", help="as for oktopk train")
-    add_train_flags(parser, task, without=("name",))
+    add_config_flag(parser)
+    add_train_flags(parser, config, without=("name",))
     parser.add_argument("--name", default=NAME, help="folder in RUNS, with a folder for each run")
 
 

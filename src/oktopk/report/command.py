@@ -29,7 +29,7 @@ PLAIN = str | int | float | None
 RUNS = Path("runs")
 
 
-def add_flags(parser: argparse.ArgumentParser, _: str) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder", metavar="RUN", type=Path, help="a run's folder, or its name in runs/"
     )

@@ -6,11 +6,13 @@ import importlib.util
 
 EXTRAS = {
     **dict.fromkeys(("soundfile", "espeakng_loader", "jiwer"), "train"),
-    **dict.fromkeys(("tensorboard", "rich", "plotly", "PIL", "sklearn"), "train"),
+    **dict.fromkeys(("tensorboard", "PIL", "sklearn"), "train"),
+    **dict.fromkeys(("rich", "plotly"), "view"),
     "optuna": "sweep",
     "matplotlib": "plots",
+    "shtab": "completion",
 }
-"""Which extra of this project installs a package."""
+"""Which extra of this project installs a package. `train` and `sweep` contain `view`."""
 
 _TRAIN = ("tensorboard", "rich", "plotly")
 NEEDED = {
@@ -20,6 +22,7 @@ NEEDED = {
     "report": ("plotly",),
     "watch": ("rich",),
     "data": ("soundfile",),
+    "completion": ("shtab",),
 }
 """Which packages each command needs. They are checked before the command does anything."""
 
@@ -37,7 +40,8 @@ def require(what: str, *packages: str) -> None:
 
 def missing_packages(what: str, *missing: str) -> MissingPackageError:
     """Return the error that says what to install."""
-    extras = ",".join(dict.fromkeys(EXTRAS.get(name, "train") for name in missing))
+    needed = dict.fromkeys(EXTRAS.get(name, "train") for name in missing)
+    extras = ",".join(name for name in needed if name != "view" or len(needed) == 1)
     verb = "is" if len(missing) == 1 else "are"
     return MissingPackageError(
         f"{what} needs {' and '.join(missing)}, which {verb} not installed: "

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import torch
 
 T = TypeVar("T")
 
@@ -126,6 +125,8 @@ def _problem_and_place(error: Exception) -> tuple[str, str]:
 
 def read_tensors(path: Path) -> Any:
     """Load what `torch.save` wrote, to the CPU: tensors and plain values only, never code."""
+    import torch  # seconds, which only some commands need
+
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:

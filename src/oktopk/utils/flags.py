@@ -7,6 +7,11 @@ import difflib
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+
+class UsageError(ValueError):
+    """A command line that cannot be carried out; the message says what to change."""
+
+
 Number = TypeVar("Number", int, float)
 
 MOST_WORKERS = 1024

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face Accelerate: attach to what `accelerator.prepare` returns.
 
     pip install "oktopk[examples]"

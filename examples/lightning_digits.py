@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: attach in `on_fit_start`, the first hook after the strategy has wrapped the model.
 
     pip install "oktopk[examples]"

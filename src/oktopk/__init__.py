@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse gradient exchange for data-parallel PyTorch: a few percent of the traffic.
 
 reducer = oktopk.Reducer(numel, method="oktopk", density=0.02)

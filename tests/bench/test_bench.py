@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bench runs, its bytes are right, and it leaves nothing behind. Times are not tested."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Commands without the packages they need: one line that says what to install."""
 
 from __future__ import annotations

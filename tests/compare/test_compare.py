@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk compare`: which runs, what is done again, what is refused, and the table of them."""
 
 from __future__ import annotations

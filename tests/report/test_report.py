@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report of a run says what happened, whatever happened, and a browser can draw it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The synthesized corpus: one seed gives the same bytes, and the test set has other voices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A task in a user's own file: the example trains, and what is wrong with a file is told."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of the trainer in real ranks: metrics, validation, resume."""
 
 from __future__ import annotations

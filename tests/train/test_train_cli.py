@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk train` as people start it."""
 
 from __future__ import annotations

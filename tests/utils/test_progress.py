@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The line that says how long some work may still take."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk watch`: what is shown of a run while another process writes its metrics."""
 
 from __future__ import annotations

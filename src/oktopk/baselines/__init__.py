@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What people use instead: plain DDP, PyTorch's communication hooks, post-local SGD and DiLoCo.
 
 The bench and the trainer compare with them. Each is attached the way its documentation says.

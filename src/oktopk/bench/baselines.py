@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the bench compares: plain DDP, PyTorch's communication hooks, and every method of ours."""
 
 from __future__ import annotations

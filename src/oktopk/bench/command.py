@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk bench`: its flags, and how the workers are started."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker of the bench: it measures every case at every rate, in the same order on every rank."""
 
 from __future__ import annotations

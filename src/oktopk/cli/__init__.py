@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line.
 
 Exit codes are the same for all commands: 0 when it is done, 1 when it failed, 2 when the command

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands by name. What a command needs is imported when it is used: torch takes seconds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk completion SHELL`: a script that completes commands, flags and their values."""
 
 from __future__ import annotations

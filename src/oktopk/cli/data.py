@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flags of `oktopk data` and its actions."""
 
 from __future__ import annotations

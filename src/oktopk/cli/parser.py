@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The argument parser: errors of one line with the nearest known name, and help with examples."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk compare`: the same training under several methods, one after the other.
 
 With --until it is a race: every run ends when it reaches the target, and the table says how long it

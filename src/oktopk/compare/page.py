@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report of a comparison: a table, and the curves of all runs in common figures."""
 
 from __future__ import annotations

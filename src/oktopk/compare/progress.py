@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a comparison shows while a run trains: one line that says how far it is."""
 
 from __future__ import annotations

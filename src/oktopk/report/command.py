@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk report RUN`: one page about a run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures over the steps of a run: learning, compression, thresholds, quality of selection."""
 
 from __future__ import annotations

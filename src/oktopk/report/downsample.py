@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fewer points for curves: the records of 100,000 steps as at most a thousand windows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One self-contained HTML file: text, tables and interactive figures.
 
 It needs no network and no server. The plotting library is included in compressed form, which the

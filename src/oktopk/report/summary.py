@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The summary at the top of a report: a few sentences and large numbers."""
 
 from __future__ import annotations

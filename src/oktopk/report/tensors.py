@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures of the parameters: kept fractions, residuals, and histograms of magnitudes."""
 
 from __future__ import annotations

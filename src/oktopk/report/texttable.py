@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A text table that is readable in a terminal and valid Markdown."""
 
 from __future__ import annotations

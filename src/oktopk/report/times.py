@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The time of a step by part: figures and tables of rank 0 and of every rank."""
 
 from __future__ import annotations

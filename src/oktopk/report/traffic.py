@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures of the bytes sent: by stage of the exchange, by message size, and in total."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The records of `metrics.jsonl`: one type for each `kind`, with the fields in written order.
 
 Other programs may write the file too. They need the fields that have no default here; a field that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk sweep`: search for the best settings of `oktopk train` within a budget."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run trials one after the other until the budget is spent."""
 
 from __future__ import annotations

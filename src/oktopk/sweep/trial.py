@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One trial of a sweep: a training run that is ended early when it is not promising."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags of the command line for the fields of a config."""
 
 from __future__ import annotations

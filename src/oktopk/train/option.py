@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings as fields of dataclasses, with help texts and bounds that are checked when one is made.
 
 `Config` and the options of every task consist of them. An error names the field and its value.

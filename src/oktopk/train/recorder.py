@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the metrics of a run go: `metrics.jsonl`, TensorBoard and the progress bar.
 
 Every rank has a recorder, because the loss of a step is the mean over ranks; only rank 0 writes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is known when a run begins: its size and settings, versions and the machine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training runs in processes of their own, for commands that train several runs in turn."""
 
 from __future__ import annotations

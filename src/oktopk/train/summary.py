@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The summary that `oktopk train` prints when a run has finished."""
 
 from __future__ import annotations

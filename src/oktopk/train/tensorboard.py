@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TensorBoard: scalars of every step and epoch, and histograms."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packages that only some commands need: checks that they are there, and how to install them."""
 
 from __future__ import annotations

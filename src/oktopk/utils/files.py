@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading files that others may have written or damaged, and writing files atomically.
 
 Every reader checks what it reads. It raises `FileError`, which names the file, the place in it and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers on the command line and their ranges, and hints at mistyped names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Progress of work that takes more than a moment: one line that says how long it may still take."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables for people: drawn by rich on a terminal, plain text in a pipe or a file."""
 
 from __future__ import annotations

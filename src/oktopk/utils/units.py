@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Format durations, sizes and lists for people to read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk watch RUN`: show a run until it ends."""
 
 from __future__ import annotations

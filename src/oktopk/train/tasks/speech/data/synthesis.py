@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A corpus like AN4 from a speech synthesizer: no download, and one seed gives the same bytes."""
 
 # ruff: noqa: SIM905 (lists of words are easier to read as text)

@@ -15,6 +15,7 @@ import pytest
 import browser
 import runlogs
 from oktopk import cli
+from oktopk.compare.outcome import outcome
 from oktopk.compare.page import curves, losses
 from oktopk.compare.plan import plan
 from oktopk.compare.results import as_table, row
@@ -262,3 +263,22 @@ def test_a_real_run_from_the_command_line(call, corpus, tmp_path):
     assert [(one["setting"], one["steps"]) for one in rows] == [("oktopk-0.2", 3)]
     assert all(one["state"] == "finished" and one["metrics"]["wer"] is not None for one in rows)
     assert (tmp_path / "runs" / "compare" / "compare.html").stat().st_size > 1e6
+
+
+def test_the_outcome_is_beside_the_dense_run(tmp_path):
+    """Without a target: the best metric of the others, its bytes and its time."""
+    wer = MetricInfo("wer", "WER")
+
+    def of(method: str, value: float, sent: int):
+        entries = runlogs.whole_run(value, sent=sent)
+        runlog = read_runlog(
+            runlogs.write(tmp_path / f"{method}{value}", entries, Config(method=method))
+        )
+        return runlog, row(runlog, None)
+
+    pairs = [of("dense", 0.25, 100), of("oktopk", 0.3, 10), of("oktopk", 0.5, 10)]
+    runs, rows = zip(*pairs, strict=True)
+    text = outcome(runs, rows, wer)
+    assert text.startswith("oktopk") and "ended with WER 0.300, and dense" in text
+    assert "with 0.250; it sent " in text and "times fewer bytes" in text
+    assert outcome(runs[:1], rows[:1], wer) == ""

@@ -26,7 +26,7 @@ from oktopk.compare.progress import RunProgress
 from oktopk.compare.results import Row, as_plain, as_table, compared, result_line, row
 from oktopk.compare.verdict import REFERENCES, reference_of, verdict
 from oktopk.launch import network
-from oktopk.report.texttable import markdown
+from oktopk.report.texttable import markdown, show
 from oktopk.runlog.reader import RunLog, read_runlog
 from oktopk.runlog.run_directory import METRICS_FILE, lock
 from oktopk.train.config import Config
@@ -130,7 +130,8 @@ def compare(
                 failed.append(run.name)
         finally:  # also when the comparison is interrupted
             table = write_tables(folder, metric, target)
-    print_line(f"\n{table}")
+    print_line("")
+    show(table)
     for name in failed:
         sys.stderr.write(f"oktopk compare: {name} failed, see {folder / name}.log\n")
     if failed:

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from oktopk.compare.outcome import outcome
 from oktopk.compare.results import Row, as_table
 from oktopk.compare.verdict import verdict
+from oktopk.report.colours import PARTS
 from oktopk.report.curves import LOG, line
-from oktopk.report.downsample import downsample
+from oktopk.report.downsample import FEW_POINTS, downsample
 from oktopk.report.page import (
     Block,
     Figure,
@@ -65,6 +67,7 @@ def where_time_went(runlogs: list[RunLog]) -> list[Figure]:
             "type": "bar",
             "orientation": "h",
             "name": PART_LABELS.get(part, part),
+            "marker": {"color": PARTS[part]},
             "y": names,
             "x": rounded(
                 sum(getattr(step, part) or 0.0 for step in runlog.steps) for runlog in runlogs
@@ -86,12 +89,14 @@ def losses(runlogs: list[RunLog]) -> list[Figure]:
     for against, (axis, values) in AGAINST.items():
         traces = []
         for runlog in runlogs:
-            steps, x = downsample(runlog.steps), values(runlog)
+            steps, x = downsample(runlog.steps, FEW_POINTS), values(runlog)
             at = [x[part.stop - 1] for part in steps.slices]
-            traces.append(line(runlog.directory.name, rounded(at), steps.mean("loss")))
+            smooth = line(runlog.directory.name, rounded(at), steps.median("loss"))
+            traces.append(smooth | {"mode": "lines"})
         layout = _layout(axis, "loss")
         layout["yaxis"] |= LOG
-        figures.append(Figure(f"Training loss against {against}", traces, NOTE, layout))
+        note = f"Medians of consecutive steps. {NOTE}"
+        figures.append(Figure(f"Training loss against {against}", traces, note, layout))
     return figures
 
 
@@ -125,7 +130,7 @@ def write_report(
         Section("Training loss", losses(begun) if begun else []),
     ]
     texts = [
-        verdict(runlogs, rows, target),
+        verdict(runlogs, rows, target) or outcome(runlogs, rows, shown),
         "The same training, exchanged in different ways. Bytes are those of all workers.",
     ]
     opening = "\n".join(paragraph(text, "summary") for text in texts if text)

@@ -16,12 +16,15 @@ def markdown(cells: list[list[str]]) -> str:
     return "\n".join([head, f"|{rule}|", *body]) + "\n"
 
 
-def show(cells: list[list[str]]) -> None:
-    """Print headings and rows: drawn on a terminal, as Markdown in a pipe or a file."""
-    if is_drawn():
-        print_table(cells[0], cells[1:], right=True)
-    else:
-        sys.stdout.write(f"{markdown(cells)}\n")
+def show(text: str) -> None:
+    """Print a text that begins with such a table, which is drawn if stdout is a terminal."""
+    if not is_drawn():
+        sys.stdout.write(f"{text}\n")
+        return
+    lines = text.splitlines()
+    head, _, *rows = ([c.strip() for c in one[1:-1].split("|")] for one in lines if one[:1] == "|")
+    print_table(head, rows, right=True)
+    sys.stdout.write("".join(f"{one}\n" for one in lines if one[:1] != "|"))
 
 
 def _line(row: list[str], widths: list[int]) -> str:

@@ -41,7 +41,10 @@ def _by_stage(runlog: RunLog) -> Figure:
     traces = [
         line(stage, steps.steps, steps.mean_of(_sent(step, stage) for step in records))
         | {"mode": "lines", "stackgroup": "stages", "line": {"shape": "hv", "width": 0.5}}
-        | {"marker": _colour(stage), "fillcolor": transparent(colour_of_stage(stage), 0.75)}
+        | {
+            "marker": {"color": colour_of_stage(stage)},
+            "fillcolor": transparent(colour_of_stage(stage), 0.75),
+        }
         for stage in stages
     ]
     layout = over_steps("bytes")
@@ -51,6 +54,13 @@ def _by_stage(runlog: RunLog) -> Figure:
     return Figure(title, traces, _by_stage_note(records, bool(sparse)), layout, NORMAL_STAGES)
 
 
+def _area(colour: str) -> dict[str, Any]:
+    """The looks of a stacked trace with steps."""
+    edge = {"shape": "hv", "width": 0.5, "color": colour}
+    filled = {"stackgroup": "stages", "fillcolor": transparent(colour, 0.75)}
+    return {"mode": "lines", "line": edge, "marker": {"color": colour}} | filled
+
+
 def _by_stage_note(records: Sequence[StepRecord], sparse: bool) -> str:
     note = "Sent by rank 0, headers included. Double-click a name to see one stage alone."
     sent = statistics.median(step.bytes_sent for step in records)
@@ -58,10 +68,6 @@ def _by_stage_note(records: Sequence[StepRecord], sparse: bool) -> str:
     if not sparse or not sent:
         return note
     return f"{note} A dense step sends {format_bytes(dense)}, {dense / sent:.0f} times the median."
-
-
-def _colour(stage: str) -> dict[str, str]:
-    return {"color": colour_of_stage(stage)}
 
 
 def _sent(step: StepRecord, stage: str) -> float:
@@ -87,7 +93,7 @@ def _messages(runlog: RunLog) -> list[Figure]:
     bits = sorted({length for sizes in counts.values() for length in sizes})
     names = [f"up to {_binary(2**length)}" for length in range(bits[0], bits[-1] + 1)]
     traces = [
-        {"type": "bar", "name": stage, "x": names, "marker": _colour(stage)}
+        {"type": "bar", "name": stage, "x": names, "marker": {"color": colour_of_stage(stage)}}
         | {"y": [sizes.get(length, 0) for length in range(bits[0], bits[-1] + 1)]}
         for stage, sizes in sorted(counts.items())
     ]

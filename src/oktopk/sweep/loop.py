@@ -139,7 +139,7 @@ def _close(plan: Plan, found: list[Result], line: str, done: int, begun: int) ->
         print_line("no trial has begun: raise --minutes or --trials")
         return
     print_line("")
-    show(as_table(ranked(found, plan.metric)[:SHOWN], plan.metric))
+    show(markdown(as_table(ranked(found, plan.metric)[:SHOWN], plan.metric)))
     print_line(
         f"{done} trials, {begun - done} half-way; {plan.folder}: table.md, table.json, sweep.html"
     )

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every codec costs and loses on gradients of real training, and what training makes of it.
 
     python benchmarks/codecs.py               # bits, energy and milliseconds, in about two minutes

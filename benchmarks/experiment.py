@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A task of the trainer in one process, for experiments that take their steps themselves."""
 
 from __future__ import annotations

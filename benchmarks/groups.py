@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What it is worth to exchange a model in several groups of buckets, while backward continues.
 
     python benchmarks/groups.py gpt --rates 1gbit,200mbit,50mbit

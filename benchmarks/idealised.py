@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Variants of error feedback with an idealised exchange, all ranks in one process.
 
 The exchange is the exact top k of the sum of the exact local top k.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes per parameter of plain DDP and of `oktopk.attach`, measured as the process's own memory.
 
     python benchmarks/memory.py

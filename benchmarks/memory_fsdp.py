@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes per parameter of a shard, as the process's own memory: dense HSDP and `attach_fsdp`.
 
     python benchmarks/memory_fsdp.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of the exchange hides behind backward.
 
     python benchmarks/overlap.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Held-out loss against bytes sent: what each way of exchanging learns with its bytes.
 
     python benchmarks/pareto.py text

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the kernels of one core cost beside reading the tensor once, and beside plain torch.
 
     python benchmarks/selection.py

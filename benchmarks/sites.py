@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two sites that train one GPT: dense HSDP and `oktopk.attach_fsdp`, over a slow link between them.
 
     python benchmarks/sites.py --rate 100mbit

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ways to find the threshold that k entries reach, on gradients of real training.
 
     python benchmarks/thresholds.py

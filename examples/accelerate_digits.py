@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face Accelerate: one line after `accelerator.prepare`.
 
     pip install "oktopk[examples]"

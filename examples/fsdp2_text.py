@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2 inside a site, sparse between sites: a transformer learns Python's own source.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 examples/fsdp2_text.py

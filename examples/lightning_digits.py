@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: one callback attaches the model that the strategy has wrapped.
 
     pip install "oktopk[examples]"

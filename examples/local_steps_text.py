@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local steps: a small language model learns Python's own source, and ranks meet every 10th step.
 
     pip install "oktopk[examples]"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A task of one's own for `oktopk train`: a small network learns a function of ten variables.
 
     oktopk train --task examples/task_regression.py --noise 0.5

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plain PyTorch: a small CNN learns to read digits, and each step keeps 2 % of its gradient.
 
     pip install "oktopk[examples]"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks for the tests: eight real processes that live for the whole run, and simulated ones."""
 
 from __future__ import annotations

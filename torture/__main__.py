@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m torture`: attack, count, and say what failed. The exit code is 1 when anything did."""
 
 from __future__ import annotations

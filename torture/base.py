@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What odd inputs are made from, and what keeps commands from starting anything."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of the network: every rank in a network namespace of its own, links that are cut.
 
 The namespaces have no names and nothing of the machine is in them. One process holds a bridge and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of real runs: `oktopk train`, with its own launcher, with torchrun, by hand."""
 
 from __future__ import annotations

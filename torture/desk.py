@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an odd input is made of, and what may come of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of single ranks in a small run: a row for each kind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Feed odd inputs to readers in processes of their own, within bounds of time and memory."""
 
 from __future__ import annotations

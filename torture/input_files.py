@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Odd files: run folders, journals, checkpoints, manifests, recordings, archives."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Odd arguments and states of the library itself."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Odd texts: configs, flags, what launchers leave in the environment."""
 
 from __future__ import annotations

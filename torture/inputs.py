@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Odd inputs of everything that reads something: a row for each reader.
 
 A kind draws an input and returns what is to be called with it; `feeding` calls it within bounds.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Odd values, texts, bytes and trees, drawn with a seed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imported once by the server that all processes are forked from: each alone would need seconds."""
 
 import oktopk.cli

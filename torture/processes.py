@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that start with everything imported, for several threads of the harness at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank that trains a small model with `attach`, and does one thing wrong if it is told to."""
 
 from __future__ import annotations

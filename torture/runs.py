@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk train` on a tiny spoken corpus: start it, wait for a moment, judge its end."""
 
 from __future__ import annotations

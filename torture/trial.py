@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Trial`: one fault with its seed, its folder, and the same run without a fault."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a trial came to, and the table of all of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start the ranks of a small run, wait for them within a bound, and judge how they ended."""
 
 from __future__ import annotations

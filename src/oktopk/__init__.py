@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse gradient exchange for data-parallel PyTorch: a few percent of the traffic.
 
 reducer = oktopk.Reducer(numel, method="oktopk", density=0.02)
@@ -7,27 +8,30 @@ handle = oktopk.attach(ddp_model, optimizer=optimizer)               # every ste
 outer = oktopk.local_steps(model, optimizer, every=32, density=0.05) # every 32nd step
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from oktopk.utils import signals
+from oktopk.version import __version__
 
 if signals.started_as_command():  # Ctrl-C while torch is imported must not print a traceback
     signals.exit_on_signals()
 
-
-from oktopk.adapters.ddp.attach import attach
-from oktopk.adapters.ddp.handle import Handle
-from oktopk.adapters.fsdp.attach import attach_fsdp
-from oktopk.adapters.fsdp.handle import FSDPHandle
-from oktopk.adapters.local_steps.handle import LocalSteps
-from oktopk.adapters.local_steps.local_steps import local_steps
-from oktopk.adapters.policy import Policy
-from oktopk.comm.communicator import Comm
-from oktopk.comm.simulated import simulate
-from oktopk.errors import ExchangeError, NonfiniteError, ReplicaError
-from oktopk.methods import METHODS
-from oktopk.reducer import Reducer
-from oktopk.settings import Settings
-from oktopk.stats import StepStats
-from oktopk.version import __version__
+if TYPE_CHECKING:
+    from oktopk.adapters.ddp.attach import attach
+    from oktopk.adapters.ddp.handle import Handle
+    from oktopk.adapters.fsdp.attach import attach_fsdp
+    from oktopk.adapters.fsdp.handle import FSDPHandle
+    from oktopk.adapters.local_steps.handle import LocalSteps
+    from oktopk.adapters.local_steps.local_steps import local_steps
+    from oktopk.adapters.policy import Policy
+    from oktopk.comm.communicator import Comm
+    from oktopk.comm.simulated import simulate
+    from oktopk.errors import ExchangeError, NonfiniteError, ReplicaError
+    from oktopk.methods import METHODS
+    from oktopk.reducer import Reducer
+    from oktopk.settings import Settings
+    from oktopk.stats import StepStats
 
 __all__ = [
     "METHODS",
@@ -48,3 +52,36 @@ __all__ = [
     "local_steps",
     "simulate",
 ]
+
+_MODULES = {
+    "METHODS": "methods",
+    "Comm": "comm.communicator",
+    "ExchangeError": "errors",
+    "FSDPHandle": "adapters.fsdp.handle",
+    "Handle": "adapters.ddp.handle",
+    "LocalSteps": "adapters.local_steps.handle",
+    "NonfiniteError": "errors",
+    "Policy": "adapters.policy",
+    "Reducer": "reducer",
+    "ReplicaError": "errors",
+    "Settings": "settings",
+    "StepStats": "stats",
+    "attach": "adapters.ddp.attach",
+    "attach_fsdp": "adapters.fsdp.attach",
+    "local_steps": "adapters.local_steps.local_steps",
+    "simulate": "comm.simulated",
+}
+"""Where each name is. It is imported when it is first used, because `oktopk --help` needs no torch,
+whose import takes seconds."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'oktopk' has no attribute {name!r}")
+    value = getattr(import_module(f"oktopk.{_MODULES[name]}"), name)
+    globals()[name] = value  # found at once from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | set(__all__))

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk check`: a self-test on the user's own machines, under any launcher.
 
     oktopk check                                  # two workers on this machine

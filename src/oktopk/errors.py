@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The errors that users may want to catch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Reducer`: the five moves on one flat gradient, for people without DDP."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Settings`: how a gradient is exchanged. Typed, frozen, and checked when it is made."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Sparse`: some entries of a flat vector, which is what ranks exchange."""
 
 from __future__ import annotations

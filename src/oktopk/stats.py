@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`StepStats`: what one finished step did, the same fields in the dense and the sparse phase."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In which layout each step is exchanged: the same for a run and for its resumed twin."""
 
 from __future__ import annotations

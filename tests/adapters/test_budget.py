@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`density="auto"`: the choice fits the time there is, is the same on every rank, and settles.
 
 No test measures: networks are `Speeds` that the tests make up, and seconds are scripted.

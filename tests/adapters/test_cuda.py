@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What holds on a GPU, as far as fakes of the device and of NCCL can show it."""
 
 from __future__ import annotations

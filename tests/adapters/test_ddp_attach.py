@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `attach` compares and refuses before a rank waits for another, and what it takes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`attach(group_numel="auto")`: all ranks choose the same groups, by a clock that is not real."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense inside the node, sparse between nodes: `attach(..., local_group=...)`."""
 
 from __future__ import annotations

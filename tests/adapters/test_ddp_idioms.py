@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`attach` in training loops as people write them: plain DDP at density 1, one result at 2 %."""
 
 from __future__ import annotations

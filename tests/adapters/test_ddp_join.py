@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`with model.join():` ranks with fewer batches shadow the others, and nothing is lost."""
 
 from __future__ import annotations

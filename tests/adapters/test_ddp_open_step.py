@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """States taken, and errors raised, while a step is under way: nothing of the residual is lost."""
 
 from __future__ import annotations

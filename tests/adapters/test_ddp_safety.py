@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes wrong on one rank is seen by all: NaNs, drifting weights, misuse, ends of all kinds."""
 
 from __future__ import annotations

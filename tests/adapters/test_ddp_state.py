@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a handle saves and loads, and what residuals follow: scales and rates."""
 
 from __future__ import annotations

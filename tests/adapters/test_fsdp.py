@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2 inside a site, sparse between sites: the laws, against dense HSDP on a mesh of torch's."""
 
 from __future__ import annotations

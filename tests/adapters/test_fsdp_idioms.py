@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training scripts as people write them for FSDP2: each works as dense HSDP does, or is refused."""
 
 from __future__ import annotations

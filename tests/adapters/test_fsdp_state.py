@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of an FSDP model through torch.distributed.checkpoint: exact, and on other meshes."""
 
 from __future__ import annotations

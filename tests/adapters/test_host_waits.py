@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How often the host waits for the device in a step: a handful of times, whatever the job's size.
 
 There is no device here. The kernels are those for any device, and whatever would make the host wait

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local steps are what they say: references of a few lines, resume, and what goes wrong."""
 
 from __future__ import annotations

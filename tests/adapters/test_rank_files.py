@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which rank reads which file of a checkpoint, and when states are saved by the count of steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `attach` tells people, what it chooses by itself, and an optimizer that is bound later."""
 
 from __future__ import annotations

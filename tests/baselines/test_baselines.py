@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Baselines: each does what its paper or PyTorch's documentation says, and counts what it sends."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Commands without the packages they need: one line that says what to install."""
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ NEEDS = {
     ("compare",): ("soundfile", "jiwer", "tensorboard", "rich", "plotly"),
     ("sweep",): ("soundfile", "jiwer", "tensorboard", "rich", "plotly", "optuna", "sklearn"),
     ("bench", "--plot", "a.png"): ("matplotlib",),
+    ("completion", "bash"): ("shtab",),
     ("data", "an4", "nowhere"): ("soundfile",),
     ("data", "speak", "--train", "1", "--test", "1"): ("soundfile", "espeakng_loader"),
     ("data", "check", "nowhere"): ("soundfile",),
@@ -68,7 +70,7 @@ for command in sys.argv[2:]:
 def test_after_a_plain_install_all_commands_answer(tmp_path):
     """With every package of the extras hidden from the import system."""
     runlogs.write(tmp_path / "runs" / "a", runlogs.whole_run())
-    works = ["--help", "methods", "check --workers 1 --quick", "train --help"]
+    works = ["--help", "--version", "train --help", "methods", "check --workers 1 --quick"]
     fails = [" ".join(command) for command, packages in NEEDS.items() if packages]
     done = subprocess.run(
         [sys.executable, "-c", ALL_HIDDEN, ",".join([*EXTRAS, "triton"]), *works, *fails],

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Readers name the file, the place and what to do; writers leave a whole file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Damaged files of every kind: one kind of error or success, in bounded memory, never a traceback.
 
 The damage is random with fixed seeds; a failure names its seed.

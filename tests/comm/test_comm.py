@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The door to the network: what comes out is what went in, and the ledger has the right bill."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that compare what they are about to do: all raise the same error, or none does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank that dies, stops or fails alone: the others name it within the timeout, and end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The failure detector, with ranks as threads at a store in memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ledger: sums by stage, differences between two moments, and sizes of messages."""
 
 from __future__ import annotations

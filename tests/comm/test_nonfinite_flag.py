@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The NaN flag that rides on sizes: it arrives with every header of sizes, and no size changes."""
 
 from __future__ import annotations

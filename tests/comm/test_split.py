@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Comm.split`: subgroups over a process group and over simulated ranks."""
 
 from __future__ import annotations

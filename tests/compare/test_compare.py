@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk compare`: which runs, what is done again, what is refused, and the table of them."""
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 import browser
 import runlogs
 from oktopk import cli
+from oktopk.compare.outcome import outcome
 from oktopk.compare.page import curves, losses
 from oktopk.compare.plan import plan
 from oktopk.compare.results import as_table, row
@@ -165,10 +167,11 @@ def test_what_is_wrong_is_said_before_anything_runs(trainer, call, capsys, argum
     assert message in capsys.readouterr().err and trainer.names == []
 
 
-def test_it_refuses_to_be_started_many_times(trainer, call, monkeypatch):
+def test_it_refuses_to_be_started_many_times(trainer, call, monkeypatch, capsys):
     monkeypatch.setenv("OKTOPK_RANK", "0")
     monkeypatch.setenv("OKTOPK_SIZE", "2")
-    assert "oktopk compare starts its workers itself" in call()
+    assert call() == 1
+    assert capsys.readouterr().err.startswith("oktopk compare: this command starts its workers ")
     assert trainer.names == []
 
 
@@ -260,3 +263,22 @@ def test_a_real_run_from_the_command_line(call, corpus, tmp_path):
     assert [(one["setting"], one["steps"]) for one in rows] == [("oktopk-0.2", 3)]
     assert all(one["state"] == "finished" and one["metrics"]["wer"] is not None for one in rows)
     assert (tmp_path / "runs" / "compare" / "compare.html").stat().st_size > 1e6
+
+
+def test_the_outcome_is_beside_the_dense_run(tmp_path):
+    """Without a target: the best metric of the others, its bytes and its time."""
+    wer = MetricInfo("wer", "WER")
+
+    def of(method: str, value: float, sent: int):
+        entries = runlogs.whole_run(value, sent=sent)
+        runlog = read_runlog(
+            runlogs.write(tmp_path / f"{method}{value}", entries, Config(method=method))
+        )
+        return runlog, row(runlog, None)
+
+    pairs = [of("dense", 0.25, 100), of("oktopk", 0.3, 10), of("oktopk", 0.5, 10)]
+    runs, rows = zip(*pairs, strict=True)
+    text = outcome(runs, rows, wer)
+    assert text.startswith("oktopk") and "ended with WER 0.300, and dense" in text
+    assert "with 0.250; it sent " in text and "times fewer bytes" in text
+    assert outcome(runs[:1], rows[:1], wer) == ""

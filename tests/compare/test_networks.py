@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times on other networks: what a short run measures, and what a training would have taken."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Races: when a run reached the target, how much sooner than the reference, and the verdict."""
 
 from __future__ import annotations

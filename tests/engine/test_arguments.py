@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments and states of any type: taken, or refused by an error that names them."""
 
 from __future__ import annotations

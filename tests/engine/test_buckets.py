@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of buckets, sums by bucket, and how k is divided."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The choice of the size of groups: which steps are measured, and what is kept. No real clock."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plan of a step: phase, k, groups and quotas, decided before the first bucket."""
 
 from __future__ import annotations

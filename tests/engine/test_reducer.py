@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reducer as a user meets it: settings, errors, warm-up, statistics, state."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state dict of a handle: what is refused, by name, before anything of it is used."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One step of the engine: what it changes when it is applied, skipped or dropped."""
 
 from __future__ import annotations

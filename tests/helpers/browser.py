@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real browser without a screen: what a page made of itself."""
 
 from __future__ import annotations

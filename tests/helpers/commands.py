@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Commands of the documentation: which file they start, and whether they could be run at all."""
 
 from __future__ import annotations

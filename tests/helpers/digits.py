@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small network that learns scikit-learn's digits, data-parallel."""
 
 from __future__ import annotations

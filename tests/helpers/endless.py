@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank that trains until it cannot, for tests that kill, stop or break one of several."""
 
 from __future__ import annotations

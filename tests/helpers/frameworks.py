@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs of frameworks, as short as they can be, in ranks that have a process group already."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bits that training ends with, for every method: what a change of the code must not change.
 
     python tests/helpers/golden.py --record    # after a change that is meant to change them

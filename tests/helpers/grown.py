@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker that waits for a second one: `torchrun --nnodes 1:2 grown.py`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training loops as people write them, each run with plain DDP and with `attach`."""
 
 from __future__ import annotations

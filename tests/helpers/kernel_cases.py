@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs for the kernels, and the comparison of a backend with the reference, bit for bit."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The environments that launchers leave to a rank, and ranks started with them."""
 
 from __future__ import annotations

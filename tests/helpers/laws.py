@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The laws as functions over what the ranks did, for real and simulated ranks alike."""
 
 from __future__ import annotations

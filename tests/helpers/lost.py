@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank of a real training run that is lost, or fails, at a named place; for tests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that went wrong: bytes and values changed at random, the same ones in every run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Look-alikes of optimizers that are not installed here: the same groups and the same state."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages of the documentation as their reader takes them: the blocks of code run, in order."""
 
 from __future__ import annotations

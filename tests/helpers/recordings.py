@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small recordings and corpora for the tests: voices that are sums of slow waves."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker that dies in its first life: `torchrun --max-restarts 1 restarted.py`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training by local steps as people write it: a plain module, any optimizer, one more line."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run directories with a config and metrics as the trainer would leave them, without a run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training loops of a model that FSDP2 shards inside sites, with dense HSDP as a reference."""
 
 from __future__ import annotations

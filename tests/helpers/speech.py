@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training run small enough for a test, in ranks of a world or from the command line."""
 
 from __future__ import annotations

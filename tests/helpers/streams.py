@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of every kind, the same for the same (kind, rank, step) wherever they are made."""
 
 from __future__ import annotations

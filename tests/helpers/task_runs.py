@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of `oktopk train` for any task, in a folder of their own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Entries to send: random and extreme ones."""
 
 from __future__ import annotations

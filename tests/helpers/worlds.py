@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pool of real ranks: eight processes once cost seconds, per test they would cost minutes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run that a framework stops and resumes has the bits of one that never stopped, on all ranks."""
 
 from __future__ import annotations

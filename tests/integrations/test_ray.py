@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ray Train on a real local cluster of two workers: save, resume, the same bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fixture of tests/kernels: every backend, one after the other."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every backend has all functions of the Protocol, and the Triton kernels compile for a GPU.
 
 Without a GPU the Triton kernels run in Triton's interpreter. To run them on a GPU:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Elias-Fano coding: every backend writes the words of the reference and reads them back."""
 
 import os

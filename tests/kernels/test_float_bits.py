@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Magnitudes as integers, and the bins of magnitude in which `trim` counts."""
 
 import math

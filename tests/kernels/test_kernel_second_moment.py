@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The correction of Adam's second moment: every backend gives the bits of the reference."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection by a threshold: every backend gives the bits of the reference, which is right."""
 
 import math

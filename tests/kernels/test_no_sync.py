@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations whose result size the caller knows equal those of torch that have to find it out."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Low-bit values: every backend writes the words of the reference and reads the same bits."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Radix selection finds the k-th largest of integers that it can only count."""
 
 import numpy as np

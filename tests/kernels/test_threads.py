@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels that run in several threads give the same bits as in one, whatever they find.
 
 The laws with several threads are in tests/methods/test_laws.py, training in test_threads_ddp.py.

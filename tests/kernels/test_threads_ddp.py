@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks with several torch threads under DDP end with the same weights as ranks with one."""
 
 from __future__ import annotations

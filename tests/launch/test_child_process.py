@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Child processes: what they inherit, and how they are stopped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SIGINT and SIGTERM end a command at any moment with one line and 128 + their number."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The job scripts: they parse, and the options they give to oktopk exist."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launchers for real: our own, torchrun (restarts, two hosts), mpirun."""
 
 from __future__ import annotations

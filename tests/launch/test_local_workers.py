@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local workers, without torch in them: `python -m oktopk` finds a script of the test first."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The network in the box: what is accepted, what is refused, and that workers really run in it."""
 
 from __future__ import annotations

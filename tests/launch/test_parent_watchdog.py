@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A child process ends when the process that started it has ended."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several launchers, simulated by their variables: their ranks make a process group."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks from the environments that launchers set."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Devices and threads, chosen from what all ranks have."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rendezvous, registration and the process group end in time, whatever goes wrong."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The laws over every method and adapter, in real processes, with one thread per rank and several.
 
 `flat` is a `Reducer`; the laws of DDP's adapter are in tests/adapters.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The laws over every method on simulated ranks: many of them, and every odd shape."""
 
 from __future__ import annotations

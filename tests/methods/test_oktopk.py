@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ok-Topk as the paper has it: its bill, its thresholds, its regions, its balance."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The short path of `oktopk`: when it is taken, what it costs, and what it keeps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The estimate of a threshold: how it follows counts, and where it stops."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which optimizers get what, and that around their steps nothing is seen or left behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What keeps the accuracy: each remedy keeps the laws, and leaves alone what is not its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The README and the documentation are true: their code runs, and the site builds.
 
 The rule for blocks of code, page by page and from top to bottom (pages.py, commands.py):

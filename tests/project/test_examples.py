@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples, run as their docstrings say, with the real packages and two processes."""
 
 from __future__ import annotations

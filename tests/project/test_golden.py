@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training ends with the bits that were recorded (golden.py says how to record them anew)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A short form of `make torture` with a fixed seed, and whether its judges see what is wrong."""
 
 from __future__ import annotations

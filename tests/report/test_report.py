@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report of a run says what happened, whatever happened, and a browser can draw it."""
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import pytest
 from msgspec.structs import replace
 
 import browser
+import runlogs
 import speech
 from oktopk.cli import main
+from oktopk.report.colours import PARTS, STAGES, colour_of_stage
 from oktopk.report.command import report, sections
 from oktopk.report.downsample import downsample
 from oktopk.report.page import (
@@ -22,17 +25,19 @@ from oktopk.report.page import (
     page,
     table,
 )
+from oktopk.report.phases import cost_sentences
 from oktopk.report.times import slowest_rank
-from oktopk.report.traffic import _colour, message_counts
+from oktopk.report.traffic import message_counts
 from oktopk.runlog.histogram import bin_edges, histogram
 from oktopk.runlog.reader import RunLog, read_runlog
 from oktopk.runlog.schema import Histogram, MessagesRecord, RunRecord, StepRecord
+from oktopk.utils.units import format_rate
 
 SECTIONS = [
     "Learning",
+    "Where the time went",
     "What was kept",
     "Where the bytes went",
-    "Where the time went",
     "Which parameters are sparsified",
     "Gradients and residuals",
     "Quality of selection",
@@ -110,7 +115,8 @@ def test_the_summary_has_bytes_of_both_kinds_and_the_time(runs):
     )
     assert f"{dense / sent:.1f}x fewer bytes, the whole run" in text
     assert f"{sparse:.1f}x fewer bytes, the sparse phase" in text
-    assert "all ranks" in text and "ms a step of rank 0, median" in text
+    assert "all ranks" in text
+    assert "ms a dense step, median" in text and "ms a sparse step, median" in text
 
 
 def test_every_section_is_there_and_has_blocks(runs):
@@ -133,10 +139,11 @@ def test_figures_are_what_plotly_knows(runs):
 def test_the_bytes_in_the_figures_are_those_of_the_metrics(runs):
     runlog = read_runlog(runs["whole"])
     figures = {b.title: b for s in sections(runlog) for b in s.blocks if isinstance(b, Figure)}
-    bars = figures["Bytes of each step, by stage of the exchange"].traces[:-1]
-    sent = [sum(trace["y"][i] for trace in bars) for i in range(len(runlog.steps))]
-    assert sent == pytest.approx([step.bytes_sent for step in runlog.steps], rel=1e-4)
-    whole = figures["Bytes since the beginning"].traces[0]["y"][-1]
+    sparse = [step.bytes_sent for step in runlog.steps if step.phase == "sparse"]
+    areas = figures["Bytes of a sparse step, by stage of the exchange"].traces
+    sent = [sum(trace["y"][i] for trace in areas) for i in range(len(sparse))]
+    assert sent == pytest.approx(sparse, rel=1e-4)
+    whole = figures["Bytes since the beginning"].traces[1]["y"][-1]
     assert whole == pytest.approx(sum(step.bytes_sent for step in runlog.steps), rel=1e-4)
 
 
@@ -256,7 +263,80 @@ def test_metrics_of_another_program_make_a_page_too(tmp_path):
 def test_every_stage_has_a_colour_of_its_own():
     stages = ["dense", "split", "gather", "threshold", "counts", "bounds", "reduce", "broadcast"]
     stages += ["balance"]  # all that methods send in
-    colours = [_colour(stage)["color"] for stage in stages]
+    colours = [colour_of_stage(stage) for stage in stages]
     assert len(set(colours)) == len(stages)
-    assert _colour("of another version")["color"] not in colours
-    assert _colour("of another version") == _colour("of another version")
+    assert colour_of_stage("of another version") not in colours
+    assert colour_of_stage("of another version") == colour_of_stage("of another version")
+
+
+def test_dense_and_sparse_steps_are_compared(tmp_path):
+    """A dense step of 200 ms; a sparse one of 150 that selects for 4 ms and sends 0.9 MB less."""
+    entries = [runlogs.opening()]
+    for i in range(10):
+        sparse = i >= 5
+        sent = {"bytes_sent": 100_000 if sparse else 1_000_000, "bytes_dense": 1_000_000}
+        phase = {"phase": "sparse" if sparse else "dense", "whole": 0.15 if sparse else 0.2}
+        times = {"select": 0.003 if sparse else 0.0, "scatter": 0.001, "optimizer": 0.01}
+        entries.append(runlogs.step(i) | sent | phase | times)
+    runlog = read_runlog(runlogs.write(tmp_path / "a", entries))
+    saved, pays = cost_sentences(runlog)
+    assert "A sparse step took 150 ms and a dense one 200 ms (medians)" in saved
+    assert saved.endswith("on this link the sparse exchange saved 50 ms, 25%.")
+    assert pays.startswith(
+        "Selecting and the like took 4.0 ms of a sparse step, which sent 900.0 k"
+    )
+    assert pays.endswith("less than about 1.8 Gbit/s.")  # 8 bits x 0.9 MB / 4 ms
+    dense = [record for record in entries if record.get("phase") != "sparse"]
+    assert cost_sentences(read_runlog(runlogs.write(tmp_path / "b", dense))) == []
+
+
+def test_a_slow_step_is_not_a_spike():
+    steps = [
+        StepRecord(step=i, phase="dense", bytes_sent=0, bytes_dense=0, whole=9.0 if i == 7 else 1.0)
+        for i in range(20)
+    ]
+    assert downsample(steps, 4).median("whole") == [1.0] * 4
+    assert downsample(steps, 4).quantiles("whole", 0.0, 1.0)[1] == [1.0, 9.0, 1.0, 1.0]
+
+
+def test_settings_show_what_differs_and_fold_the_rest(runs):
+    text = (runs["whole"] / "report.html").read_text()
+    shown, _, folded = text[text.index(">Settings</h2>") :].partition("<details>")
+    assert "What differs from the defaults" in shown and "<td>probe_every</td>" in shown
+    assert "<td>momentum</td>" not in shown and "<td>momentum</td>" in folded
+
+
+def test_the_command_and_the_versions_are_at_the_top(tmp_path):
+    opening = runlogs.opening() | {"command": "oktopk train --lr 1e-3", "versions": {"torch": "2"}}
+    folder = runlogs.write(tmp_path / "a", [opening, runlogs.step(0)])
+    text = report(folder).read_text()
+    top = text[: text.index("<section")]
+    assert "<pre class=wide>oktopk train --lr 1e-3</pre>" in top and "torch 2" in top
+
+
+def test_expert_figures_say_what_is_normal(runs):
+    made = sections(read_runlog(runs["whole"]))
+    experts = ("What was kept", "Which parameters are sparsified", "Quality of selection")
+    figures = [f for s in made if s.title in experts for f in s.blocks if isinstance(f, Figure)]
+    assert len(figures) >= 8 and all(figure.normal for figure in figures)
+
+
+def test_a_thing_has_one_colour(runs):
+    """Parts of a step and stages of the exchange, wherever they are drawn."""
+    seen: dict[str, set[str]] = {}
+    made = sections(read_runlog(runs["whole"]))
+    for figure in (f for s in made for f in s.blocks if isinstance(f, Figure)):
+        for trace in figure.traces:
+            colour = trace.get("marker", {}).get("color") or trace.get("line", {}).get("color")
+            seen.setdefault(trace.get("name", "").split(" (")[0], set()).add(str(colour))
+    for name in (*PARTS, *STAGES):
+        assert len(seen.get(name, set())) <= 1, (name, seen[name])
+    assert {"forward", "split"} <= seen.keys()
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [(2.13e9, "2.1 Gbit/s"), (999.9e6, "1.0 Gbit/s"), (123e6, "120 Mbit/s"), (5, "5.0 bit/s")],
+)
+def test_rates_have_two_digits(rate, text):
+    assert format_rate(rate) == text

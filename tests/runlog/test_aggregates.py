@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums over the records of a run, by phase."""
 
 from __future__ import annotations

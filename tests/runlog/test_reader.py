@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run directory is read, however the run ended."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tail of a run log that another process writes."""
 
 from __future__ import annotations

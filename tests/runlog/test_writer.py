@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records are written as lines of JSON that the reader takes back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk sweep`: ranges, budget, continuing, pruning, failures, and what is shown at the end."""
 
 from __future__ import annotations

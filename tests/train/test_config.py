@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configs: what ships loads, and what is wrong is named."""
 
 from __future__ import annotations

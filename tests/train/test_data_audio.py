@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recordings and labels: every format gives the same samples, every defect its own message."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spectrograms against plain numpy; batches by their laws."""
 
 from __future__ import annotations

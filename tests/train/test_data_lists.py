@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AN4, manifests, their repair, and what `oktopk data` says of them."""
 
 from __future__ import annotations

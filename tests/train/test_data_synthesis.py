@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The synthesized corpus: one seed gives the same bytes, and the test set has other voices."""
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def test_every_voice_and_accent_sounds_different():
     request = synthesis._speaker("train", 0, default_rng(0)).request("SEVEN")
     voices = [f"en-us+{name}" for names in synthesis.VOICES.values() for name in names]
     voices += [f"{accent}+m1" for accent in synthesis.ACCENTS.values() if accent != "en-us"]
-    sounds = synthesis._synthesize([request | {"voice": voice} for voice in voices])
+    sounds = list(synthesis._synthesize([request | {"voice": voice} for voice in voices]))
     assert len({sound.tobytes() for sound in sounds}) == len(voices)
 
 
@@ -100,7 +101,7 @@ def test_every_voice_and_accent_sounds_different():
 def test_a_voice_that_is_not_there_is_named(voice):
     request = synthesis._speaker("train", 0, default_rng(0)).request("GO") | {"voice": voice}
     with pytest.raises(DataError, match=f"espeak-ng has no voice {re.escape(voice)} in "):
-        synthesis._synthesize([request])
+        list(synthesis._synthesize([request]))
 
 
 def test_voices_in_a_deep_folder_are_found(tmp_path, monkeypatch):
@@ -110,12 +111,12 @@ def test_voices_in_a_deep_folder_are_found(tmp_path, monkeypatch):
     deep.parent.mkdir()
     deep.symlink_to(loader.get_data_path(), target_is_directory=True)
     request = synthesis._speaker("train", 0, default_rng(0)).request("GO")
-    expected = synthesis._synthesize([request])
+    expected = list(synthesis._synthesize([request]))
     monkeypatch.setattr(loader, "get_data_path", lambda: str(deep))
-    np.testing.assert_array_equal(synthesis._synthesize([request]), expected)
+    np.testing.assert_array_equal(list(synthesis._synthesize([request])), expected)
     monkeypatch.setattr(loader, "get_data_path", lambda: str(tmp_path / "nothing"))
     with pytest.raises(DataError, match=r"espeak-ng cannot start with the voices in .*nothing"):
-        synthesis._synthesize([request])
+        list(synthesis._synthesize([request]))
 
 
 def test_the_command_speaks_and_reports(tmp_path, capsys):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding, against all alignments written out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training with a sparse exchange learns as much as with a dense one.
 
 Measured with seeds 0 to 9 on 2 ranks: accuracy 0.950 to 0.965 dense and 0.938 to 0.966 with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lstman4: the reference's tensors, and the same numbers by simpler means."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Probes tell what selection missed, and change nothing."""
 
 from __future__ import annotations

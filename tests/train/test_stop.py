@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stop protocol: a signal sets a flag, ranks share it, and all of them stop."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Targets: what can be asked for, what is refused, and that a run ends there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The images task: its batches, its models, its folders and what is wrong with them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The text task: its batches, its model, its data and what is wrong with it."""
 
 from __future__ import annotations

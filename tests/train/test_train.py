@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of the trainer in real ranks: metrics, validation, resume."""
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def test_all_ranks_report_the_same(finished):
 def test_tensorboard_has_scalars_and_histograms_around_activation(finished):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    folder = speech.Path(finished[0][0]) / "tensorboard"
+    folder = speech.Path(finished[0][0])  # the name of a run in TensorBoard is that of its folder
     events = EventAccumulator(str(folder), size_guidance={"histograms": 0})
     events.Reload()
     tags = events.Tags()
@@ -77,6 +78,12 @@ def test_tensorboard_has_scalars_and_histograms_around_activation(finished):
     assert {"gradient/all", "residual/all"} <= set(tags["histograms"])
     drawn = [event.step for event in events.Histograms("gradient/all")]
     assert {1, 2, 3} <= set(drawn)  # the last dense step, the first two sparse ones
+    assert not [tag for tag in tags["scalars"] if "gpu" in tag]  # there is none
+    assert len(list(folder.glob("**/events.out.tfevents.*"))) == 1  # no second run for settings
+    steps = speech.entries(finished[0][0], "step")
+    for field in ("bytes_sent", "bytes_dense"):
+        total = events.Scalars(f"traffic/{field}_total")[-1]
+        assert total.value == pytest.approx(sum(step[field] for step in steps))
 
 
 def test_what_travelled_is_counted_by_tensor(finished):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk train` as people start it."""
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ def test_a_healthy_run_says_what_matters_and_warns_of_nothing(corpus, tmp_path):
     assert "said  " in done.stdout and "heard " in done.stdout
     assert re.search(r"sparse phase +\d+ +\d+", done.stdout)
     assert f"run folder: {tmp_path}/tiny" in done.stdout
-    assert {path.name for path in (tmp_path / "tiny").iterdir()} == {
+    events = {path.name for path in (tmp_path / "tiny").glob("events.out.tfevents.*")}
+    assert len(events) == 1
+    assert {path.name for path in (tmp_path / "tiny").iterdir()} - events == {
         ".lock",
         "config.toml",
         "metrics.jsonl",
         "report.html",
-        "tensorboard",
         "checkpoints",
     }
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes wrong in a run loses the steps since the last checkpoint, and no more."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank lost outside of the exchange: the others name it, whatever they were waiting in."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The handlers of SIGINT and SIGTERM: what each does, and that the previous ones come back."""
 
 from __future__ import annotations

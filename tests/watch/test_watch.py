@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk watch`: what is shown of a run while another process writes its metrics."""
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import runlogs
-from oktopk.runlog.schema import ProbeRecord
+from oktopk.runlog.schema import EpochRecord, PhaseTotals, ProbeRecord, RankMemory
 from oktopk.train.tensorboard import TensorBoardWriter
 from oktopk.watch import command as watching
 from oktopk.watch.command import command, find, others
@@ -226,3 +227,21 @@ def test_tensorboard_sees_a_flush_before_the_run_ends(tmp_path):
     board.write_histograms("gradient", {"weight": torch.ones(4)}, 0)
     assert {"gradient/weight", "gradient/all"} <= tags("histograms")
     board.close()
+
+
+def test_tensorboard_continues_the_bytes_of_a_resumed_run_and_shows_its_settings(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoardWriter(tmp_path, 4, PhaseTotals(bytes_sent=100, bytes_dense=700))
+    board.write_hparams({"lr": 0.1, "method": "oktopk", "augment": True, "list": [1]}, ["wer"])
+    first, second = runlogs.records([runlogs.step(4), runlogs.step(5)])
+    board.write_steps([first, second])
+    board.write_epoch(EpochRecord(epoch=0, step=5, memory=[RankMemory(5, 6, 0, 0, 0)]))
+    board.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    assert "memory/rss/rank0" in tags and not [tag for tag in tags if "gpu" in tag]
+    totals = [event.value for event in events.Scalars("traffic/bytes_sent_total")]
+    assert totals == [100 + first.bytes_sent, 100 + first.bytes_sent + second.bytes_sent]
+    assert "_hparams_/session_start_info" in events.summary_metadata

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every row of the table of codecs: sizes, exact indices, and values as the receiver reads them."""
 
 from __future__ import annotations

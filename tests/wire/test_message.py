@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages: entries, and values that travel dense behind them."""
 
 from __future__ import annotations

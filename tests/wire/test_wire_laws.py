@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every codec in an exchange of simulated ranks: nothing is lost, all agree, bytes are bounded."""
 
 from __future__ import annotations

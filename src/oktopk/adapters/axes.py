@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two axes of ranks: across replicas, and inside a replica, whose shards its ranks have."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Budget`: keeps the exchange under a share of the step, by density and codec (`density="auto"`).
 
 Every rank notes how long it computed between two exchanges and how long an exchange took. At

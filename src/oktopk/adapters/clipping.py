@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clipping of one rank's own gradient, before the exchange."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an adapter does with the other ranks before it starts: compare settings, and connect."""
 
 from __future__ import annotations

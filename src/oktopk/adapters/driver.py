@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Driver`: the engine of one model, its parameters by name, and what is done after each step."""
 
 from __future__ import annotations

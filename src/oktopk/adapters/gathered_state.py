@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The states of all ranks as one, for frameworks that save what one rank has."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`GradientDriver`: what every exchange of gradients does when a step begins."""
 
 from __future__ import annotations

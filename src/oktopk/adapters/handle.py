@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`BaseHandle`: statistics and state of a model's exchange, whichever adapter drives it."""
 
 from __future__ import annotations

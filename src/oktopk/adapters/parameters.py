@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ParameterLayout`: the parameters of a model by name, and where they lie in flat buckets."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which parameters travel dense: rules by shape, size and name."""
 
 from __future__ import annotations

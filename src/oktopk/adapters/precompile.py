@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile the kernels while the warm-up runs, so that the first sparse step need not wait for them.
 
 A thread of its own runs some tiny sparse steps with the settings of the run, on two simulated

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of every rank as a file of its own in one folder, and who reads which of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What people use instead: plain DDP, PyTorch's communication hooks, post-local SGD, DiLoCo
 and SparseLoCo.
 

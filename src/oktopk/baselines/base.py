@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Baseline`: a model and an optimizer with an exchange that is not ours."""
 
 from __future__ import annotations

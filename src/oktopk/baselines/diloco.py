@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DiLoCo (Douillard et al., 2023): many local steps, then an outer step on the weight changes.
 
 Every rank trains alone with its own optimizer. Every H steps the ranks average the changes of their

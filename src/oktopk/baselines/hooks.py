@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plain DDP, and DDP with the communication hooks that come with PyTorch."""
 
 from __future__ import annotations

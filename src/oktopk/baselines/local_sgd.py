@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Post-local SGD (Lin et al., 2018), as PyTorch's documentation shows it.
 
 Gradients are averaged over all ranks in the first steps. After that every rank steps alone, and the

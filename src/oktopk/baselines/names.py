@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names of the baselines, for those who need not import them: configs and tables."""
 
 LOCAL = ("post_local_sgd", "diloco", "sparseloco")

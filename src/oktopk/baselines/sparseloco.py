@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SparseLoCo (Sarfi et al., 2025): DiLoCo whose weight changes are sparse, with 2 bits for a value.
 
 Every rank adds the change of its weights to an error-feedback buffer that decays, and sends the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`BASELINES`: every baseline by name, and how it is attached."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk bench --advise`: predicted times of every method, from a short measurement."""
 
 from __future__ import annotations

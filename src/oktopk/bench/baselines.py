@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the bench compares: plain DDP, PyTorch's communication hooks, every method of ours, and the
 exchanges that happen only every few steps."""
 

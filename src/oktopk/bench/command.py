@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk bench`: its flags, and how the workers are started."""
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ from typing import get_args
 
 from oktopk.bench.baselines import CASES, DENSE, NOOP
 from oktopk.bench.shapes import MODELS, shapes_of
-from oktopk.errors import LaunchError
 from oktopk.launch import network
 from oktopk.launch.local_workers import num_workers_to_start, run_local_workers
 from oktopk.launch.process_group import job_process_group
 from oktopk.launch.rank_environment import read_rank_environment
 from oktopk.utils.extras import require
-from oktopk.utils.flags import MOST_SECONDS, MOST_WORKERS, number_in_range
+from oktopk.utils.flags import (
+    MOST_SECONDS,
+    MOST_WORKERS,
+    UsageError,
+    did_you_mean,
+    number_in_range,
+)
 from oktopk.wire.codec import CodecName
 
 WORKERS = 8
@@ -28,60 +34,84 @@ MOST_NUMEL = 2**31 - 1
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `oktopk bench`."""
-    parser.add_argument(
-        "--workers", type=number_in_range(int, 1, MOST_WORKERS), help=f"default: {WORKERS}"
+    """Add the flags of `oktopk bench`, in groups."""
+    _add_what(parser.add_argument_group("what is measured"))
+    _add_network(parser.add_argument_group("workers and network"))
+    how = parser.add_argument_group("results")
+    how.add_argument("--json", type=Path, metavar="FILE", help="write the rows for programs")
+    how.add_argument("--plot", type=Path, metavar="FILE", help="write a bar chart as PNG")
+    _add_predictions(parser.add_argument_group("predictions, from a short measurement"))
+
+
+def _add_what(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--model", default="lstman4", help=f"{', '.join(MODELS)} or a number of gradients (lstman4)"
     )
-    parser.add_argument(
-        "--rates", default=RATES, help="of every link, for `tc`; none: unshaped (%(default)s)"
+    group.add_argument("--model-size", metavar="N", help="gradients, instead of --model")
+    group.add_argument(
+        "--methods",
+        default=",".join(CASES),
+        help="with commas between them; noop and ddp_dense are always measured (%(default)s)",
     )
-    parser.add_argument(
-        "--model", default="lstman4", help=f"{', '.join(MODELS)} or a number of gradients"
+    group.add_argument(
+        "--density", type=float, default=0.02, metavar="X", help="fraction kept (%(default)s)"
     )
-    parser.add_argument("--density", type=float, default=0.02, help="default: %(default)s")
-    parser.add_argument(
-        "--methods", default=",".join(CASES), help="comma-separated; default: %(default)s"
-    )
-    parser.add_argument(
+    group.add_argument(
         "--every",
         type=number_in_range(int, 1, MOST_EVERY),
         default=32,
+        metavar="STEPS",
         help="steps for each exchange of local_steps, diloco and sparseloco (%(default)s)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--wire",
         default="bf16",
+        metavar="WIRE",
         choices=get_args(CodecName),
-        help="how entries travel (%(default)s)",
+        help=f"how entries travel: {', '.join(get_args(CodecName))} (%(default)s)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--seconds",
         type=number_in_range(float, 0.001, MOST_SECONDS),
         default=4.0,
-        help="of steps per row (%(default)s)",
+        metavar="X",
+        help="of steps per row (%(default)g)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows for programs")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a bar chart as PNG")
-    parser.add_argument(
-        "--advise", action="store_true", help="predict, from a short measurement, instead"
+
+
+def _add_network(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--workers",
+        type=number_in_range(int, 1, MOST_WORKERS),
+        metavar="N",
+        help=f"processes to start, without a launcher ({WORKERS})",
     )
-    parser.add_argument("--model-size", metavar="N", help="gradients, instead of --model")
-    parser.add_argument(
+    group.add_argument(
+        "--rates", default=RATES, help="of every link, for `tc`; none: unshaped (%(default)s)"
+    )
+    group.add_argument("--loopback", action="store_true", help="no namespaces, no shaping")
+    group.add_argument(
+        "--timeout",
+        type=number_in_range(float, 0.1, MOST_SECONDS),
+        default=300.0,
+        metavar="SECONDS",
+        help="how long to wait for a rank (%(default)g)",
+    )
+
+
+def _add_predictions(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--advise", action="store_true", help="say which method would be fastest at which rate"
+    )
+    group.add_argument(
         "--step-ms",
         type=number_in_range(float, 0.0, 1e9),
         default=0.0,
         metavar="T",
-        help="--advise: compute of a step (0)",
+        help="--advise: milliseconds of computing in a step (0)",
     )
-    parser.add_argument(
-        "--simulate", type=int, metavar="P", help="the methods on up to P simulated workers instead"
-    )
-    parser.add_argument("--loopback", action="store_true", help="no namespaces, no shaping")
-    parser.add_argument(
-        "--timeout",
-        type=number_in_range(float, 0.1, MOST_SECONDS),
-        default=300.0,
-        help="seconds to wait for a rank",
+    group.add_argument(
+        "--simulate", type=int, metavar="P", help="the methods on up to P simulated workers"
     )
 
 
@@ -96,7 +126,7 @@ def command(args: argparse.Namespace, argv: list[str]) -> int:
     if not number:
         from oktopk.bench.worker import predict, work
 
-        may_differ = ("run", "known", "workers", "json", "plot")
+        may_differ = ("run", "workers", "json", "plot")
         settings = {name: value for name, value in vars(args).items() if name not in may_differ}
         with job_process_group(env, args.timeout, settings):
             return (predict if args.advise or args.simulate else work)(args, rates, methods)
@@ -121,7 +151,7 @@ def _check(args: argparse.Namespace, rates: list[str]) -> None:
         if not 0 < args.density <= 1:
             raise ValueError(f"--density must be in (0, 1], got {args.density}")
     except ValueError as error:
-        raise LaunchError(str(error)) from None
+        raise UsageError(str(error)) from None
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
@@ -137,5 +167,6 @@ def _with_baselines(methods: list[str]) -> list[str]:
     """Return the methods in the order of the table, with those that they are compared with."""
     unknown = [name for name in methods if name not in CASES]
     if unknown:
-        raise LaunchError(f"unknown method {unknown[0]!r}; known: {', '.join(CASES)}")
+        hint = did_you_mean(unknown[0], CASES) or f": it is one of {', '.join(CASES)}"
+        raise UsageError(f"--methods: there is no {unknown[0]!r}{hint}")
     return [name for name in CASES if name in {NOOP, DENSE, *methods}]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure one case on this network: steps that all ranks take together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk bench --simulate P`: the same method code on more ranks than there are machines.
 
 The ranks are threads of one process. The bytes that they send are counted, and converted to time

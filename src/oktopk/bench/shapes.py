@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor shapes of well-known models, without their code."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Synthetic gradients. They are made once, so that a step takes no time to generate them.
 
 Real gradients have large entries at the same places for many steps and on many ranks, tensors of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The results of a bench for people: a table line by line, and a bar chart."""
 
 from __future__ import annotations

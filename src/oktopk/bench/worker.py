@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker of the bench: it measures every case at every rate, in the same order on every rank."""
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from oktopk.comm.communicator import Comm
 from oktopk.comm.torch_transport import TorchTransport
 from oktopk.launch import network
 from oktopk.methods.prediction import probe_kernels, probe_link
+from oktopk.utils.progress import TimeLeft
 
 
 def work(args: argparse.Namespace, rates: list[str], methods: list[str]) -> int:
@@ -37,14 +39,18 @@ def work(args: argparse.Namespace, rates: list[str], methods: list[str]) -> int:
     say(f"density {args.density:g}; {os.cpu_count()} cores, {platform.machine()}, ")
     say(f"torch {torch.__version__}\n")
     rows: list[Row] = []
+    progress = TimeLeft("rows", len(rates) * len(methods), in_pipes=False)
     for rate in rates:
         if network.inside() and comm.rank == 0:
             network.shape(comm.size, rate)
         say(f"\n{'unshaped' if rate == network.UNSHAPED else rate}\n{head()}\n")
         for name in methods:
             rows.append(compared(_measured(name, rate, stream, args, comm), rows))
+            progress.clear()
             say(line(rows[-1]) + "\n")
             sys.stdout.flush()
+            progress(len(rows))
+        progress.clear()
         if comm.rank == 0:  # so that an interrupted bench keeps the rates it has finished
             _write(rows, args)
     return 0

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Broadcast of whole tensors, bit for bit, for the start of a run."""
 
 from __future__ import annotations

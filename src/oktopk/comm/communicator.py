@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Comm`: the collectives that methods use, and the count of the bytes they send.
 
 Methods send through a `Comm` and in no other way. So bytes are counted in one place, and the same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Consistency checks: all ranks compare what they are about to do; where it differs, all raise.
 
 `attach` compares through the store of the process group, before any collective. A rank that has

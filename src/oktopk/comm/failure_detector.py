@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Failure detection: when an exchange fails, the ranks find out together which rank caused it.
 
 A connection only tells whose message did not arrive, and that rank may itself have waited for a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ledger: bytes and messages that a rank sent and received, by stage; headers are apart."""
 
 from __future__ import annotations

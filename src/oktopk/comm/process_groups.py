@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process groups that are made within a time limit, and whose errors name the rank at fault."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cheap check that all ranks hold the same weights.
 
 Buffers are not compared. DDP usually broadcasts those of rank 0 before each forward, so a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """P ranks as threads of one process, in lockstep, for more ranks than a test machine has.
 
 The methods run the same code as over a network; only the transport differs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The key-value store that the ranks of a process group share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The transport over a torch process group: the only module that calls torch's collectives."""
 
 from __future__ import annotations

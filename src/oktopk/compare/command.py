@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk compare`: the same training under several methods, one after the other.
 
 With --until it is a race: every run ends when it reaches the target, and the table says how long it
@@ -27,13 +28,13 @@ from oktopk.compare.progress import RunProgress
 from oktopk.compare.results import Row, as_plain, as_table, compared, result_line, row
 from oktopk.compare.verdict import REFERENCES, reference_of, verdict
 from oktopk.launch import network
-from oktopk.report.texttable import markdown
+from oktopk.report.texttable import markdown, show
 from oktopk.runlog.reader import RunLog, read_runlog
 from oktopk.runlog.run_directory import METRICS_FILE, lock
 from oktopk.train.config import Config
 from oktopk.train.console import print_line
+from oktopk.train.flags import add_config_flag, load_with_flags
 from oktopk.train.flags import add_flags as add_train_flags
-from oktopk.train.flags import load_with_flags
 from oktopk.train.preflight import check_before_start
 from oktopk.train.run_process import (
     directory_of,
@@ -52,7 +53,7 @@ NAME = "compare"
 LISTS = {"methods": "method", "densities": "density", "seeds": "seed"}
 
 
-def add_flags(parser: argparse.ArgumentParser, task: str) -> None:
+def add_flags(parser: argparse.ArgumentParser, config: Config) -> None:
     """The flags of `oktopk compare`, and all those of `oktopk train`."""
     parser.add_argument(
         "--methods",
@@ -67,8 +68,8 @@ def add_flags(parser: argparse.ArgumentParser, task: str) -> None:
         "every run there, and say when it would have reached the target",
     )
     parser.add_argument("--metric", help="what the figures show (default: the task's first)")
-    parser.add_argument("--config", help="as for oktopk train")
-    add_train_flags(parser, task, without=("name",))
+    add_config_flag(parser)
+    add_train_flags(parser, config, without=("name",))
     parser.add_argument("--name", default=NAME, help="folder in RUNS, with a folder for each run")
 
 
@@ -156,7 +157,8 @@ def compare(asked: Comparison) -> int:
                 failed.append(run)
         finally:  # also when the comparison is interrupted
             table = write_tables(folder, asked.metric, asked.target, asked.networks)
-    print_line(f"\n{table}")
+    print_line("")
+    show(table)
     for run in failed:
         sys.stderr.write(f"oktopk compare: {run.name} failed, see {log_of(run)}\n")
     if failed:

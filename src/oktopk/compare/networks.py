@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times on other networks: how long a training takes there, without training it there again.
 
 A method takes the same steps, to the bit, on every network: only their time differs. So each run is

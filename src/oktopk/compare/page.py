@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report of a comparison: a table, and the curves of all runs in common figures."""
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from oktopk.compare.networks import folder_of
+from oktopk.compare.outcome import outcome
 from oktopk.compare.results import Row, as_table
 from oktopk.compare.verdict import verdict
+from oktopk.report.colours import PARTS
 from oktopk.report.curves import LOG, line
-from oktopk.report.downsample import downsample
+from oktopk.report.downsample import FEW_POINTS, downsample
 from oktopk.report.page import (
     Block,
     Figure,
@@ -70,6 +73,7 @@ def where_time_went(runlogs: list[RunLog]) -> list[Figure]:
             "type": "bar",
             "orientation": "h",
             "name": PART_LABELS.get(part, part),
+            "marker": {"color": PARTS[part]},
             "y": names,
             "x": rounded(
                 sum(getattr(step, part) or 0.0 for step in runlog.steps) for runlog in runlogs
@@ -91,12 +95,14 @@ def losses(runlogs: list[RunLog]) -> list[Figure]:
     for against, (axis, values) in AGAINST.items():
         traces = []
         for runlog in runlogs:
-            steps, x = downsample(runlog.steps), values(runlog)
+            steps, x = downsample(runlog.steps, FEW_POINTS), values(runlog)
             at = [x[part.stop - 1] for part in steps.slices]
-            traces.append(line(runlog.directory.name, rounded(at), steps.mean("loss")))
+            smooth = line(runlog.directory.name, rounded(at), steps.median("loss"))
+            traces.append(smooth | {"mode": "lines"})
         layout = _layout(axis, "loss")
         layout["yaxis"] |= LOG
-        figures.append(Figure(f"Training loss against {against}", traces, NOTE, layout))
+        note = f"Medians of consecutive steps. {NOTE}"
+        figures.append(Figure(f"Training loss against {against}", traces, note, layout))
     return figures
 
 
@@ -146,7 +152,9 @@ def write_report(path: Path, places: list[Place], metric: str, target: Target | 
         Section("Training loss", losses(begun) if begun else []),
     ]
     texts = [
-        *(verdict(place.runlogs, place.rows, target) for place in places if place.runlogs),
+        verdict(trained.runlogs, trained.rows, target)
+        or outcome(trained.runlogs, trained.rows, shown),
+        *(verdict(place.runlogs, place.rows, target) for place in places[1:] if place.runlogs),
         "The same training, exchanged in different ways. Bytes are those of all workers.",
     ]
     opening = "\n".join(paragraph(text, "summary") for text in texts if text)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which runs a comparison has, and whether they fit those that are in its folder."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a comparison shows while a run trains: one line that says how far it is."""
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class RunProgress:
     """
 
     def __init__(self, place: str, config: Config, runs_after: int) -> None:
-        self._place, self._config, self._runs_after = place, config, runs_after
+        self.place, self.config, self._runs_after = place, config, runs_after
         self._info: RunRecord | None = None
         self._steps, self._seconds = 0, 0.0
         self._metric = ""
@@ -66,25 +67,25 @@ class RunProgress:
     def line(self) -> str:
         """How far the run is, and how long it may still take."""
         if not self._steps:
-            return f"{self._place}: starting"
+            return f"{self.place}: starting"
         total = self._info.total_steps if self._info else None
         parts = [f"step {self._steps}" + (f" of {total}" if total else ""), self._metric]
         parts.append(f"{format_duration(self._seconds)} of training")
         left = self._seconds_left(total)
         if left is not None:
-            limit = "at most " if self._config.until else ""
+            limit = "at most " if self.config.until else ""
             parts.append(f"{limit}{format_duration(left)} left")
         if self._runs_after:
             parts.append(f"{self._runs_after} more to train")
-        return f"{self._place}: {', '.join(filter(None, parts))}"
+        return f"{self.place}: {', '.join(filter(None, parts))}"
 
     def _seconds_left(self, total: int | None) -> float | None:
         """Seconds of training until the last step, or until the limit of time."""
         limits = []
         if total:
             limits.append(self._seconds / self._steps * max(0, total - self._steps))
-        if self._config.max_minutes:
-            limits.append(max(0.0, 60 * self._config.max_minutes - self._seconds))
+        if self.config.max_minutes:
+            limits.append(max(0.0, 60 * self.config.max_minutes - self._seconds))
         return min(limits, default=None)
 
     def __enter__(self) -> RunProgress:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The results of runs as rows of a table."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The outcome of a comparison in a sentence or two."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """One model's exchange: the plan of a step, the step, the residual, the buckets."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a model's gradient is cut into buckets, and which buckets are exchanged together."""
 
 from __future__ import annotations

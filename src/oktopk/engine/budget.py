@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which density and which codec fit a network: the choice behind `density="auto"`.
 
 Predictions are those of the cost model. What a run has measured of its own exchanges corrects the

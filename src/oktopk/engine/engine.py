@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Engine`: what one model's exchange keeps from step to step.
 
 `begin` starts a step, `Step.add_bucket` takes a bucket the moment it is ready, `finish` ends the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`GroupTuning`: chooses the size of groups of buckets by measuring (`group_numel="auto"`).
 
 Small groups leave while backward continues, so their exchange is hidden; large ones need fewer

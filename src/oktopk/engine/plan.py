@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`StepPlan`: what a step will do, decided once before its first bucket arrives.
 
 A plan follows from the settings, the number of the step and the quotas, which are the same on every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`StepRecorder`: times and byte counts of one step, and its statistics in the end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error feedback: what was sent and is in the result leaves the residual; the rest stays."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state dict of a handle: its schema, whether it fits this run, and a change of world size.
 
 What is read is checked here, once, before anything of it is used.

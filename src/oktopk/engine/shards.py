@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a model that is sharded over ranks keeps k entries of the whole, and agrees to apply a step.
 
 With FSDP2, a rank has one shard of the gradient and exchanges it with the ranks that have the same

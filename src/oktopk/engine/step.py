@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Step`: the five moves of an exchange, over a gradient that arrives in buckets.
 
 A step works on copies: it writes `acc = residual + gradient` to a buffer of its own and updates

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One line in programs of frameworks that wrap the model themselves.
 
 - `huggingface`: `trainer.add_callback(OktopkCallback(trainer))`, for the Trainer of Hugging Face

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face Trainer: one line between `Trainer(...)` and `trainer.train()`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PyTorch Ignite: one line after `ignite.distributed.auto_model` and `auto_optim`."""
 
 from __future__ import annotations

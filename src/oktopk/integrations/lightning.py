@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: a callback for its `Trainer`, and one line after `fabric.setup`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ray Train: one line after `ray.train.torch.prepare_model`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all integrations share: attach to a model that a framework has wrapped, load its state."""
 
 from __future__ import annotations

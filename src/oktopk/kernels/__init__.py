@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels: pure functions on one flat tensor, the passes over memory that every method is made of.
 
 There are three backends that give the same bits: `reference` in plain torch for any device, `cpu`

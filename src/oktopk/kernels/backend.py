@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`KernelBackend`: the functions that every implementation of the kernels has."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the codes that work block by block are made of: the constants that all backends share."""
 
 from __future__ import annotations

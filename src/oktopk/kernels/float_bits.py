@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Magnitudes as integers: without the sign, the bits of floating-point numbers order as they do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations of torch whose result size the caller knows, so the host need not wait for a device.
 
 They run on every device, in plain torch.

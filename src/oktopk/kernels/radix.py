@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Radix selection: the k-th largest integer, digit by digit, by counting and without sorting.
 
 The bits of a magnitude, read as an integer, order floating-point numbers as their magnitudes do.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels in plain torch: slow and clear, on any device. The other backends must equal these.
 
 A GPU works on its own time, and the host waits whenever it reads a number from it. So the host is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The codes of indices and values in plain torch: a part of `reference`, which imports it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Threads for kernels on the CPU: every kernel runs on one core, without the GIL."""
 
 from __future__ import annotations

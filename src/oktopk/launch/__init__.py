@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starting ranks: the environment of a rank, rendezvous, process group, local workers."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starting and stopping child processes: local workers, and the runs of `compare` and `sweep`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local workers: start the ranks of a job on this machine, and wait until the last has ended.
 
 Rank 0 writes to the terminal. The output of the other ranks goes to files. When ranks fail, the

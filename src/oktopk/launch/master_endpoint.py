@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host and port of the job's store: from MASTER_ADDR and MASTER_PORT, or derived from the job."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cluster in a box: a network namespace per worker, connected by a bridge, each link shaped.
 
 Everything is made inside namespaces that belong to the command (`unshare`). So nothing of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parent watchdog: a child process ends when the process that started it has ended.
 
 The parent keeps one end of a pipe, and its children watch the other. The pipe closes when the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process group of the job: rendezvous, registration, creation, and destruction.
 
 A failure detector watches from registration to the end. Whichever collective fails, one of oktopk

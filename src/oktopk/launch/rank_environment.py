@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rank and world size of this process, read from the variables that launchers set."""
 
 from __future__ import annotations

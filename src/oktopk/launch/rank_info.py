@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every rank knows of all ranks before the process group is made: hosts, cores and GPUs.
 
 From it each rank chooses its device and its number of threads; all ranks choose in the same way.

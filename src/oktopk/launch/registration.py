@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Registration: every rank writes its information to the store, and all read that of all ranks.
 
 It also makes a second start with the same store safe. torchrun keeps its store when it restarts the

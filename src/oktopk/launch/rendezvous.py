@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rendezvous: rank 0 hosts the store of the job, unless the launcher does; the others connect.
 
 torch's client waits without end when a process accepts its connection and does not answer, and it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The methods by name. A new method is a file here and a row, and every law is tested on it."""
 
 from __future__ import annotations

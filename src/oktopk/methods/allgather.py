@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The all-gather of sparse selections, which `topka` and `gaussiank` share."""
 
 from __future__ import annotations

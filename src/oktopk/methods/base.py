@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a method is: how it selects entries, how it exchanges them, and what that costs.
 
 A method is one file (or one package) in this folder that defines one `Method`, and one row of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Candidates: entries found in the same pass that adds the gradient to the residual."""
 
 from __future__ import annotations

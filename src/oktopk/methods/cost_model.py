@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost model: what one exchange of a method takes on a given network and machine.
 
 Time is rounds x latency + bytes / bandwidth + the seconds of the kernels. Bandwidth is what a rank

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`dense`: everything, by all-reduce. Every method's warm-up steps are exchanged this way."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gaussiank`: about the top k, by a threshold from the normal distribution; by all-gather."""
 
 from __future__ import annotations

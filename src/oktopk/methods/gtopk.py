@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gtopk`: exact top k, merged pairwise in a tree, k kept at every node (Shi et al., ICDCS 2019).
 
 A node may cut a sum whose index survives through another branch, or round it. The published method

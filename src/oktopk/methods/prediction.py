@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which method is fastest here: probes of the network and the kernels, and predicted times."""
 
 from __future__ import annotations

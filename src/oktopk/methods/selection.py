@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exact selection of the k largest magnitudes, shared by several methods."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a method keeps between steps, beside the residual. Only `oktopk` uses it."""
 
 from __future__ import annotations

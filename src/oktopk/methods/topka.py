@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`topka`: exact top k, by all-gather."""
 
 from __future__ import annotations

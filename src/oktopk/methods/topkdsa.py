@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`topkdsa`: exact top k, by a sparse reduce-scatter and an all-gather (as in SparCML)."""
 
 from __future__ import annotations

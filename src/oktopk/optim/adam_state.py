@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The second moment in an optimizer's state: where it is, and whether Adam's rule updates it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of one shape as flat ones, in the order of memory where they have it in common."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Presets: settings that keep the accuracy, by optimizer. docs/experiments.md has measurements.
 
 Error feedback loses nothing, but it delivers late. How much that costs, and what helps, depends on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ResidualScaling`: the residual is rescaled when the learning rate or the loss scale changes."""
 
 from __future__ import annotations

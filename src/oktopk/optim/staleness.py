@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`StalenessCorrection`: Adam's moments for gradients that accumulated before they arrived.
 
 An entry that accumulated for `age` steps arrives as one sum S. Adam would add S^2 to its second

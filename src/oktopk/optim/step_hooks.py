@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks around an optimizer's step, shared by all handles that are attached to that optimizer.
 
 What a handle changes for the time of a step (second moments, beta1) is changed after the user's own

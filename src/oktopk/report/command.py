@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk report RUN`: one page about a run."""
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from oktopk.report import curves
 from oktopk.report.downsample import downsample
 from oktopk.report.page import (
     Section,
+    code,
+    folded,
     paragraph,
     table,
     write_page,
@@ -21,15 +24,20 @@ from oktopk.report.times import times
 from oktopk.report.traffic import traffic
 from oktopk.runlog.reader import RunLog, read_runlog
 from oktopk.runlog.schema import MemoryRecord, ProbeRecord, RunRecord
+from oktopk.train.config import COMMON
+from oktopk.train.option import specs_of
+from oktopk.train.tasks.registry import DEFAULT_TASK, TASKS, options_type
 from oktopk.utils.units import format_bytes
 
 REPORT = "report.html"
 PLAIN = str | int | float | None
 """Types of values that a table shows."""
 RUNS = Path("runs")
+SHOWN = ("oktopk", "torch", "python")
+"""The versions at the top of a report; all of them are at its end."""
 
 
-def add_flags(parser: argparse.ArgumentParser, _: str) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder", metavar="RUN", type=Path, help="a run's folder, or its name in runs/"
     )
@@ -65,7 +73,7 @@ def report(folder: Path, out: Path | None = None) -> Path:
     runlog = read_runlog(folder)
     path = out or folder / REPORT
     title = f"{folder.resolve().name}: report of a run"
-    write_page(path, title, summary(runlog), sections(runlog))
+    write_page(path, title, f"{summary(runlog)}\n{_origin(runlog)}", sections(runlog))
     return path
 
 
@@ -75,10 +83,10 @@ def sections(runlog: RunLog) -> list[Section]:
     if runlog.steps:
         steps = downsample(runlog.steps)
         measured = [
-            Section("Learning", curves.learning(runlog, steps)),
+            Section("Learning", curves.learning(runlog)),
+            Section("Where the time went", times(runlog)),
             Section("What was kept", curves.compression(runlog, steps)),
             Section("Where the bytes went", traffic(runlog, steps)),
-            Section("Where the time went", times(runlog, steps)),
             Section("Which parameters are sparsified", tensors(runlog)),
             Section("Gradients and residuals", histograms(runlog)),
             Section("Quality of selection", _quality(runlog)),
@@ -127,7 +135,11 @@ def _memory(runlog: RunLog) -> list[str]:
 
 
 def _settings(runlog: RunLog) -> list[str]:
+    """What differs from the defaults; the rest is folded."""
+    usual = _defaults(runlog)
     rows = _plain(runlog.config)
+    differs = [[*row, usual.get(row[0], "-")] for row in rows if usual.get(row[0]) != row[1]]
+    same = [row for row in rows if usual.get(row[0]) == row[1]]
     rest = [row for row in _plain(runlog.info.settings) if row[0] not in runlog.config]
     changed = [
         [run.step, name, *(str(value) for value in pair[:2])]
@@ -135,12 +147,24 @@ def _settings(runlog: RunLog) -> list[str]:
         for name, pair in (run.changed or {}).items()
         if len(pair) == 2 and all(isinstance(value, PLAIN) for value in pair)
     ]
-    tables = {
-        "": (["setting", "value"], rows),
-        "What attach set for this optimizer:": (["of the exchange", "value"], rest),
-        "Changed when the run was resumed:": (["step", "setting", "old", "new"], changed),
-    }
-    return [table(head, body, note) for note, (head, body) in tables.items() if body]
+    tables = [
+        (["setting", "value", "default"], differs, "What differs from the defaults:", ""),
+        (["step", "setting", "old", "new"], changed, "Changed when the run was resumed:", ""),
+        (["setting", "value"], same, "", f"{len(same)} settings at their defaults"),
+        (["of the exchange", "value"], rest, "", "What attach set for this optimizer"),
+    ]
+    return [
+        folded(fold, table(head, body)) if fold else table(head, body, note)
+        for head, body, note, fold in tables
+        if body
+    ]
+
+
+def _defaults(runlog: RunLog) -> dict[str, Any]:
+    """The defaults of the task's settings; those of the trainer alone for a task of a user."""
+    task = str(runlog.config.get("task", DEFAULT_TASK))
+    own = specs_of(options_type(task)) if task in TASKS else {}
+    return {name: spec.default for name, spec in (COMMON | own).items()}
 
 
 def _plain(values: dict[str, Any] | None) -> list[list[Any]]:
@@ -160,3 +184,12 @@ def _machine(runlog: RunLog) -> list[str]:
     rows += [["ranks", info.size or "?"]]
     rows += [*_plain(machine), *_plain(info.versions)]
     return [table(["", ""], [[name, str(value)] for name, value in rows])]
+
+
+def _origin(runlog: RunLog) -> str:
+    """The command that made the run, and the versions it ran with."""
+    info = runlog.info
+    versions = [f"{name} {value}" for name, value in _plain(info.versions) if name in SHOWN]
+    when = f"begun {runlog.of(RunRecord)[0].time}" if runlog.of(RunRecord) else ""
+    line = " \N{MIDDLE DOT} ".join(filter(None, [*versions, when]))
+    return (code(info.command) if info.command else "") + (paragraph(line, "note") if line else "")

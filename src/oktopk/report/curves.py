@@ -1,10 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures over the steps of a run: learning, compression, thresholds, quality of selection."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from oktopk.report.downsample import Windows, downsample
+from oktopk.report.colours import THINGS, transparent
+from oktopk.report.downsample import FEW_POINTS, Windows, downsample
 from oktopk.report.page import Figure, rounded
 from oktopk.runlog.reader import RunLog
 from oktopk.runlog.schema import ProbeRecord
@@ -14,12 +16,63 @@ LOSS = "val_loss"
 LOG = {"type": "log", "tickformat": "~g"}
 FEW_TICKS = {"dtick": "D2"}  # ticks at 1, 2 and 5 only
 
+ABOUT_KEPT = "Of all entries of the gradient. One minus the result's share is the sparsity."
+NORMAL_KEPT = (
+    "the three lines lie on each other: from the third sparse step on they differ by at most "
+    "10 % from k. Methods that keep the union of all selections have more in the result."
+)
+NORMAL_RATIO = (
+    "it is 1 in the dense phase, rises while the density falls, and is level afterwards. "
+    "Every few steps it dips, when exact thresholds or region bounds are exchanged as well."
+)
+NORMAL_THRESHOLD = (
+    "both rise while the residuals grow, and then follow the size of the gradients. That of the "
+    "result is higher, because it is one of sums over ranks."
+)
+ABOUT_QUALITY = (
+    "Compared with the dense sum of the accumulated gradients of all ranks: how many of its "
+    "largest entries were selected, and how much of its energy (sum of squares) they hold. "
+    "A result with more than k entries may hold more energy than the exact top k."
+)
+NORMAL_QUALITY = (
+    "all three fall with the density, because residuals add noise: at a density of a few percent "
+    "recall is often 0.3 to 0.6. The captured energy stays close below that of the exact top k; a "
+    "widening gap means that the ranks select different entries."
+)
+ABOUT_XI = (
+    "Distance of the result from the exact top k, over the norm of the gradient: what the "
+    "convergence proof of Ok-Topk assumes to be bounded."
+)
+NORMAL_XI = "it rises after the start of the sparse phase and levels off, often near 1."
+ABOUT_AGE = "Steps since an entry of the residual was last part of a result."
+NORMAL_AGE = (
+    "the mean levels off at one to some times one over the density (50 steps at 2 %). The oldest "
+    "entries are as old as the sparse phase: gradients that stay near 0 are never selected."
+)
+
 
 def line(name: str, x: list[Any], y: list[float | None], **more: Any) -> dict[str, Any]:
     """A trace of lines, with markers if there are few points."""
     known = sum(value is not None for value in y)
     mode = "lines" if known > 60 else "lines+markers"
     return {"type": "scatter", "mode": mode, "name": name, "x": x, "y": rounded(y)} | more
+
+
+def colour(thing: str) -> dict[str, Any]:
+    """The colour of a thing, for a line and its markers."""
+    return {"line": {"color": THINGS[thing]}, "marker": {"color": THINGS[thing]}}
+
+
+def median_band(name: str, steps: Windows, field: str, thing: str) -> list[dict[str, Any]]:
+    """The median of a field in each window, and the area of the middle half of its values."""
+    low, middle, high = steps.quantiles(field, 0.25, 0.5, 0.75)
+    edge = {"mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
+    shade = {"fill": "tonexty", "fillcolor": transparent(THINGS[thing])}
+    return [
+        line(name, steps.steps, low, **edge),
+        line(name, steps.steps, high, **edge, **shade),
+        line(name, steps.steps, middle, **colour(thing)) | {"mode": "lines"},
+    ]
 
 
 def over_steps(title: str, **layout: Any) -> dict[str, Any]:
@@ -54,17 +107,19 @@ def phase_changes(runlog: RunLog) -> list[tuple[str, int, int]]:
     return found
 
 
-def learning(runlog: RunLog, steps: Windows) -> list[Figure]:
+def learning(runlog: RunLog) -> list[Figure]:
     """Loss and error rates, training and validation."""
     epochs, validated = downsample(runlog.epochs), runlog.validations
     at = epochs.steps
-    traces = [line("training, each step", steps.steps, steps.mean("loss"), opacity=0.55)]
-    traces.append(line("training, each epoch", at, epochs.mean("train_loss")))
+    few = downsample(runlog.steps, FEW_POINTS)
+    traces = median_band("training, median of steps", few, "loss", "training")
+    whole = line("training, whole epochs", at, epochs.mean("train_loss"), **colour("training"))
+    traces.append(whole | {"mode": "markers"})
     at_validation = [record.step for record in validated]
     if any(metric.name == LOSS for metric in runlog.metrics):
         values = [record.metrics.get(LOSS) for record in validated]
-        traces.append(line("validation", at_validation, values))
-    loss = Figure("Loss", traces, _window_note(steps), _logarithmic("loss", runlog))
+        traces.append(line("validation", at_validation, values, **colour("validation")))
+    loss = Figure("Loss", traces, _window_note(few), _logarithmic("loss", runlog))
     rates = [metric for metric in runlog.metrics if metric.shown and metric.name != LOSS]
     if not validated or not rates:
         return [loss]
@@ -80,34 +135,32 @@ def learning(runlog: RunLog, steps: Windows) -> list[Figure]:
 def compression(runlog: RunLog, steps: Windows) -> list[Figure]:
     """Entries kept compared with k, the compression ratio, and the thresholds."""
     numel = max(1, runlog.steps[-1].numel or 1)
-    names = {"asked for (k)": "k", "kept by rank 0": "local", "in the result": "result"}
+    names = {
+        "asked for (k)": ("k", "asked"),
+        "kept by rank 0": ("local", "rank 0"),
+        "in the result": ("result", "result"),
+    }
     kept = [
-        line(name, steps.steps, [v and v / numel for v in steps.mean(field)])
-        for name, field in names.items()
+        line(name, steps.steps, [v and v / numel for v in steps.mean(field)], **colour(thing))
+        for name, (field, thing) in names.items()
     ]
-    ratio = [line("dense bytes over bytes sent", steps.steps, steps.mean("compression_ratio"))]
-    thresholds = {"of this rank": "local_threshold", "of the result": "global_threshold"}
+    ratios = steps.mean("compression_ratio")
+    ratio = [line("dense bytes over bytes sent", steps.steps, ratios, **colour("sparse"))]
+    thresholds = {
+        "of rank 0": ("local_threshold", "rank 0"),
+        "of the result": ("global_threshold", "result"),
+    }
     limits = [
-        line(name, steps.steps, [v or None for v in steps.mean(field)])
-        for name, field in thresholds.items()
+        line(name, steps.steps, [v or None for v in steps.mean(field)], **colour(thing))
+        for name, (field, thing) in thresholds.items()
     ]
-    note = "Of all entries of the gradient. One minus the result's share is the sparsity."
+    shares = _logarithmic("share", runlog, tickformat="~%", **FEW_TICKS)
+    times = _logarithmic("times fewer bytes", runlog, **FEW_TICKS)
+    sizes = _logarithmic("magnitude", runlog, **FEW_TICKS)
     return [
-        Figure(
-            "Entries kept", kept, note, _logarithmic("share", runlog, tickformat="~%", **FEW_TICKS)
-        ),
-        Figure(
-            "Compression ratio of each step",
-            ratio,
-            "",
-            _logarithmic("times fewer bytes", runlog, **FEW_TICKS),
-        ),
-        Figure(
-            "Thresholds: the smallest magnitude kept",
-            limits,
-            "",
-            _logarithmic("magnitude", runlog, **FEW_TICKS),
-        ),
+        Figure("Entries kept", kept, ABOUT_KEPT, shares, NORMAL_KEPT),
+        Figure("Compression ratio of each step", ratio, "", times, NORMAL_RATIO),
+        Figure("Thresholds: the smallest magnitude kept", limits, "", sizes, NORMAL_THRESHOLD),
     ]
 
 
@@ -118,29 +171,28 @@ def quality(runlog: RunLog) -> list[Figure]:
     probes = downsample(runlog.of(ProbeRecord))
     at = probes.steps
     shares = {
-        "recall of the exact top k": "recall",
-        "captured energy": "energy",
-        "energy of the exact top k": "best_energy",
+        "recall of the exact top k": ("recall", "recall"),
+        "captured energy": ("energy", "result"),
+        "energy of the exact top k": ("best_energy", "best"),
     }
-    found = [line(name, at, probes.mean(field)) for name, field in shares.items()]
+    found = [
+        line(name, at, probes.mean(field), **colour(thing))
+        for name, (field, thing) in shares.items()
+    ]
     layout = over_steps("share") | {"yaxis": {"range": [0, 1.02], "tickformat": "~%"}}
-    note = (
-        "Compared with the dense sum of the accumulated gradients of all ranks: how many of its "
-        "largest entries were selected, and how much of its energy (sum of squares) they hold. "
-        "A result with more than k entries may hold more energy than the exact top k."
-    )
-    xi = [line("xi", at, probes.mean("xi"))]
-    ages = {"mean": "age_mean", "nine of ten are below": "age_90", "oldest": "age_most"}
-    old = [line(name, at, probes.mean(field)) for name, field in ages.items()]
-    about_xi = (
-        "Distance of the result from the exact top k, over the norm of the gradient: what the "
-        "convergence proof of Ok-Topk assumes to be bounded."
-    )
-    about_age = "Steps since an entry of the residual was last part of a result."
+    xi = [line("xi", at, probes.mean("xi"), **colour("result"))]
+    ages = {
+        "mean": ("age_mean", "rank 0"),
+        "nine of ten are below": ("age_90", "asked"),
+        "oldest": ("age_most", "best"),
+    }
+    old = [
+        line(name, at, probes.mean(field), **colour(thing)) for name, (field, thing) in ages.items()
+    ]
     return [
-        Figure("Quality of selection", found, note, layout),
-        Figure("xi of the convergence assumption", xi, about_xi, over_steps("xi")),
-        Figure("Age of the residual", old, about_age, over_steps("steps")),
+        Figure("Quality of selection", found, ABOUT_QUALITY, layout, NORMAL_QUALITY),
+        Figure("xi of the convergence assumption", xi, ABOUT_XI, over_steps("xi"), NORMAL_XI),
+        Figure("Age of the residual", old, ABOUT_AGE, over_steps("steps"), NORMAL_AGE),
     ]
 
 
@@ -151,4 +203,6 @@ def _logarithmic(title: str, runlog: RunLog, **more: Any) -> dict[str, Any]:
 
 
 def _window_note(steps: Windows) -> str:
-    return f"Each point is the mean of {steps.width} steps." if steps.width > 1 else ""
+    if steps.width == 1:
+        return ""
+    return f"Each point is the median of {steps.width} steps; the area has the middle half of them."

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fewer points for curves: the records of 100,000 steps as at most a thousand windows."""
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import numpy as np
 from oktopk.runlog.schema import EpochRecord, ProbeRecord, StepRecord
 
 MAX_POINTS = 1000
+FEW_POINTS = 60
+"""Windows of a figure that shows medians: a spike is one of many steps in a window."""
 
 Timed = StepRecord | EpochRecord | ProbeRecord
 """Records that belong to a step."""
@@ -42,6 +45,20 @@ class Windows:
             known = column[part][~np.isnan(column[part])]
             found.append(float(known.mean()) if len(known) else None)
         return found
+
+    def quantiles(self, name: str, *shares: float) -> list[list[float | None]]:
+        """Quantiles of a field in each window, such as the median for 0.5: one list for each."""
+        column = self._column(getattr(record, name) for record in self.records)
+        found: list[list[float | None]] = [[] for _ in shares]
+        for part in self.slices:
+            known = column[part][~np.isnan(column[part])]
+            for values, share in zip(found, shares, strict=True):
+                values.append(float(np.quantile(known, share)) if len(known) else None)
+        return found
+
+    def median(self, name: str) -> list[float | None]:
+        """The median of a field in each window; None where no record has a value."""
+        return self.quantiles(name, 0.5)[0]
 
     def cumulative(self, name: str) -> list[float]:
         """The sum of a field up to the end of each window; a missing value counts as 0."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One self-contained HTML file: text, tables and interactive figures.
 
 It needs no network and no server. The plotting library is included in compressed form, which the
@@ -32,6 +33,8 @@ class Figure:
     traces: list[dict[str, Any]]
     note: str = ""
     layout: dict[str, Any] = field(default_factory=dict)
+    normal: str = ""
+    """What a reader may expect to see, as the rest of a sentence that begins "Normal is that"."""
 
 
 Block = Figure | str  # a string is HTML
@@ -77,8 +80,10 @@ def _section(section: Section, number: int, figures: list[Figure]) -> str:
         if isinstance(block, Figure):
             figures.append(block)
             note = f"<p class=note>{escape(block.note)}</p>" if block.note else ""
+            normal = f"Normal is that {block.normal}"
+            below = f"<p class=note>{escape(normal)}</p>" if block.normal else ""
             parts.append(f"<figure><figcaption>{escape(block.title)}</figcaption>{note}")
-            parts.append(f'<div class=plot id="f{len(figures) - 1}"></div></figure>')
+            parts.append(f'<div class=plot id="f{len(figures) - 1}"></div>{below}</figure>')
         else:
             parts.append(block)
     return "\n".join([*parts, "</section>"])
@@ -100,6 +105,16 @@ def _cell(value: Any) -> str:
 
 def _looks_numeric(text: str) -> bool:
     return text.lstrip("+-")[:1].isdigit() or text in ("-", "")
+
+
+def folded(title: str, content: str) -> str:
+    """HTML that is hidden until the reader clicks the title."""
+    return f"<details><summary>{escape(title)}</summary>{content}</details>"
+
+
+def code(text: str) -> str:
+    """A command, as a block that scrolls."""
+    return f"<pre class=wide>{escape(text)}</pre>"
 
 
 def paragraph(text: str, kind: str = "") -> str:

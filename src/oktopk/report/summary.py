@@ -1,12 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
 """The summary at the top of a report: a few sentences and large numbers."""
 
 from __future__ import annotations
 
-import statistics
-
 from oktopk.report.curves import phase_changes
 from oktopk.report.page import paragraph, tiles
-from oktopk.runlog.aggregates import steady_steps, totals_of_all_ranks, totals_of_rank_0
+from oktopk.report.phases import PhaseTimes, cost_sentences, phase_times
+from oktopk.runlog.aggregates import totals_of_all_ranks, totals_of_rank_0
 from oktopk.runlog.reader import RunLog
 from oktopk.runlog.run_directory import has_checkpoint
 from oktopk.runlog.schema import STEP_PARTS, MetricInfo, PhaseTotals, WarningRecord
@@ -26,8 +26,9 @@ def summary(runlog: RunLog) -> str:
 
 
 def sentences(runlog: RunLog) -> list[str]:
-    """How the run ended, whether it learned, and when it became sparse."""
-    return [text for text in (_ending(runlog), _learned(runlog), _phases(runlog)) if text]
+    """How the run ended, whether it learned, when it became sparse, and what that cost."""
+    texts = (_ending(runlog), _learned(runlog), _phases(runlog), *cost_sentences(runlog))
+    return [text for text in texts if text]
 
 
 def problems(runlog: RunLog) -> list[str]:
@@ -136,10 +137,9 @@ def _key_figures(runlog: RunLog) -> list[tuple[str, str, str]]:
         shown.append(("bytes, the whole run", _ratio(whole), f"{_sizes(whole)}, {whose}"))
         if sparse.bytes_dense:
             shown.append(("bytes, the sparse phase", _ratio(sparse), _sizes(sparse)))
-    shown.append(_time(runlog))
+    shown += _times(runlog)
     skipped = totals_of_rank_0(runlog).whole.skipped
     shown.append(("steps skipped", str(skipped), "for a NaN or Inf"))
-    shown.append(("warnings", str(len(_warnings(runlog))), "except for skipped steps"))
     return shown
 
 
@@ -147,17 +147,20 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _time(runlog: RunLog) -> tuple[str, str, str]:
-    """The median time of a step, and the parts that take most of it."""
-    steps = [step for step in steady_steps(runlog) if step.whole is not None]
-    durations = [step.whole or 0.0 for step in steps]
-    if not steps:
-        return ("a step", "-", "no times were recorded")
-    whole = sum(durations) or 1.0
-    shares = {p: sum(getattr(step, p) or 0.0 for step in steps) / whole for p in STEP_PARTS}
+def _times(runlog: RunLog) -> list[tuple[str, str, str]]:
+    """The median time of a step in each phase, and the parts that take most of it."""
+    times = phase_times(runlog)
+    return [
+        (f"a {phase} step, median", f"{found.seconds['whole'] * 1e3:.0f} ms", _shares(found))
+        for phase, found in times.items()
+    ] or [("a step", "-", "no times were recorded")]
+
+
+def _shares(found: PhaseTimes) -> str:
+    whole = found.seconds["whole"] or 1.0
+    shares = {part: found.seconds.get(part, 0.0) / whole for part in STEP_PARTS}
     top = sorted(shares, key=lambda part: -shares[part])[:2]
     text = ", ".join(f"{part} {shares[part]:.0%}" for part in top)
     if "exposed" not in top:
         text += f", waiting for the exchange {shares['exposed']:.0%}"
-    median = statistics.median(durations)
-    return ("a step of rank 0, median", f"{median * 1e3:.0f} ms", text)
+    return text

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures of the parameters: kept fractions, residuals, and histograms of magnitudes."""
 
 from __future__ import annotations
@@ -5,6 +6,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+from oktopk.report.colours import THINGS
 from oktopk.report.curves import LOG
 from oktopk.report.page import Block, Figure, rounded
 from oktopk.runlog.histogram import bin_edges
@@ -18,6 +20,28 @@ BY_MAGNITUDE = {
 }
 
 
+NORMAL_KEPT = (
+    "biases, norms and tiny tensors are at 100 %, as they travel dense, and convolutions and "
+    "output layers keep more than large matrices."
+)
+NORMAL_TENSOR = "tensors differ: one threshold holds for the whole model, and gradients differ."
+NORMAL_NORM = "large matrices have the largest; a tensor that travels dense has none."
+NORMAL_SHARE = (
+    "it is some times 1: the residual holds the gradients of many steps, of which most cancel out. "
+    "A value of hundreds asks for a higher density or a longer ramp."
+)
+NORMAL_AGES = "the age is highest in tensors that keep the smallest fraction."
+NORMAL_MAGNITUDES = {
+    "gradient": (
+        "in the sparse phase nearly all entries are zero, and the others begin at the threshold."
+    ),
+    "residual": (
+        "it has no entries far above the threshold, and moves to the right while it fills."
+    ),
+}
+PHASE_COLOURS = {"dense": "dense", "first sparse": "best", "last": "sparse"}
+
+
 def tensors(runlog: RunLog) -> list[Block]:
     """Kept fraction by tensor and by kind of layer, norms and ages of residuals."""
     counted = [record for record in runlog.of(TensorsRecord) if sum(record.kept.values())]
@@ -26,22 +50,26 @@ def tensors(runlog: RunLog) -> list[Block]:
         return []
     last = sparse[-1]
     note = f"Nonzero entries of the result at step {last.step}. Tensors at 100 % are sent dense."
+    kinds, fractions = _by_kind(runlog, last), _kept_fractions(last)
     blocks: list[Block] = [
-        _bars("Kept fraction by kind of layer", _by_kind(runlog, last), note, percent=True),
-        _bars("Kept fraction by tensor", _kept_fractions(last), "", percent=True),
+        _bars("Kept fraction by kind of layer", kinds, note, "result", NORMAL_KEPT, True),
+        _bars("Kept fraction by tensor", fractions, "", "result", NORMAL_TENSOR, True),
     ]
     all_norms, applied = last.residual_norm or {}, last.norm or {}
     norms = {name: norm for name in last.kept if (norm := all_norms.get(name))}
     if norms:
         text = "Norm of the residual of rank 0, divided by the norm of the gradient of that step."
         shares = {n: norm / size for n, norm in norms.items() if (size := applied.get(n))}
-        blocks.append(_bars("Residual norm by tensor", norms, "Norm of the residual of rank 0."))
-        blocks.append(_bars("Residual over applied, by tensor", shares, text))
+        norm_text = "Norm of the residual of rank 0."
+        blocks += [
+            _bars("Residual norm by tensor", norms, norm_text, "rank 0", NORMAL_NORM),
+            _bars("Residual over applied, by tensor", shares, text, "rank 0", NORMAL_SHARE),
+        ]
     ages = [probe.ages for probe in runlog.of(ProbeRecord) if probe.ages]
     if ages:
         text = "Mean steps since an entry was last part of a result, at the last probe."
         known = {name: age for name, age in ages[-1].items() if age is not None}
-        blocks.append(_bars("Age of residuals by tensor", known, text))
+        blocks.append(_bars("Age of residuals by tensor", known, text, "rank 0", NORMAL_AGES))
     return blocks
 
 
@@ -53,9 +81,8 @@ def histograms(runlog: RunLog) -> list[Block]:
         if found:
             traces = [_trace(values, label) for label, values in found.items()]
             zeros = ", ".join(f"{label} {_zeros(values):.1%}" for label, values in found.items())
-            blocks.append(
-                Figure(f"Magnitudes of the {what}", traces, f"Zero: {zeros}.", BY_MAGNITUDE)
-            )
+            title, note = f"Magnitudes of the {what}", f"Zero: {zeros}."
+            blocks.append(Figure(title, traces, note, BY_MAGNITUDE, NORMAL_MAGNITUDES[name]))
     return blocks
 
 
@@ -79,7 +106,7 @@ def _trace(values: Histogram, name: str) -> dict[str, Any]:
         "type": "scatter",
         "mode": "lines",
         "name": name,
-        "line": {"shape": "hvh"},
+        "line": {"shape": "hvh", "color": THINGS[PHASE_COLOURS[name.partition(",")[0]]]},
         "x": rounded((a * b) ** 0.5 for a, b in pairwise(edges)),
         "y": rounded(count / whole for count in values.counts),
     }
@@ -108,7 +135,14 @@ def _by_kind(runlog: RunLog, last: TensorsRecord) -> dict[str, float]:
     return {kind: kept[kind] / (whole[kind] or 1) for kind in kept}
 
 
-def _bars(title: str, values: dict[str, float], note: str, percent: bool = False) -> Figure:
+def _bars(
+    title: str,
+    values: dict[str, float],
+    note: str,
+    thing: str,
+    normal: str,
+    percent: bool = False,
+) -> Figure:
     """Horizontal bars with the first name on top. If there are too many, the largest are shown."""
     if len(values) > MAX_BARS:
         values = dict(sorted(values.items(), key=lambda item: -item[1])[:MAX_BARS])
@@ -119,6 +153,5 @@ def _bars(title: str, values: dict[str, float], note: str, percent: bool = False
     trace = {"type": "bar", "orientation": "h", "x": shown, "y": names, "text": text}
     axis = {"tickformat": "~%"} if percent else {}
     layout = {"xaxis": axis, "height": 90 + 22 * len(names), "hovermode": "closest"}
-    return Figure(
-        title, [trace | {"textposition": "auto", "textangle": 0, "showlegend": False}], note, layout
-    )
+    trace |= {"textposition": "auto", "textangle": 0, "showlegend": False}
+    return Figure(title, [trace | {"marker": {"color": THINGS[thing]}}], note, layout, normal)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The time of a step by part: figures and tables of rank 0 and of every rank."""
 
 from __future__ import annotations
@@ -6,14 +7,18 @@ from typing import Any
 
 import numpy as np
 
+from oktopk.report.colours import PARTS, transparent
 from oktopk.report.curves import line, over_steps, with_phases
-from oktopk.report.downsample import Windows
+from oktopk.report.downsample import FEW_POINTS, Windows, downsample
 from oktopk.report.page import (
     Block,
     Figure,
+    folded,
+    paragraph,
     rounded,
     table,
 )
+from oktopk.report.phases import cost_sentences, side_by_side
 from oktopk.runlog.aggregates import steady_steps
 from oktopk.runlog.reader import RunLog
 from oktopk.runlog.schema import OVERLAPPED_PARTS, STEP_PARTS, RanksRecord, StepRecord
@@ -23,32 +28,52 @@ OWN_PARTS = ("data", "forward", "backward", "optimizer")
 """Parts in which a rank does not wait for others."""
 
 
-def times(runlog: RunLog, steps: Windows) -> list[Block]:
-    """The parts of a step stacked, a table of their percentiles, and all ranks side by side."""
-    known = [part for part in STEP_PARTS if getattr(runlog.steps[-1], part) is not None]
+ABOUT_PARTS = (
+    "The parts of a step of rank 0, stacked. Exposed is the time spent waiting for the exchange. "
+    "Select, exchange and scatter overlap with backward; click a name to show it."
+)
+
+
+def times(runlog: RunLog) -> list[Block]:
+    """Dense and sparse steps side by side, steps over time, percentiles, and all ranks."""
+    blocks: list[Block] = [paragraph(text, "summary") for text in cost_sentences(runlog)]
+    percentiles = folded("Means and percentiles of every part", _percentiles(runlog))
+    return [*blocks, *side_by_side(runlog), _over_time(runlog), percentiles, *_ranks(runlog)]
+
+
+def _over_time(runlog: RunLog) -> Figure:
+    """The medians of the parts in windows of steps, as areas: a slow step is not a spike."""
+    steps = downsample(runlog.steps, FEW_POINTS)
+    last = runlog.steps[-1]
     stacked = [
-        line(part, steps.steps, _milliseconds(steps, part), stackgroup="step", mode="lines")
-        for part in known
+        line(part, steps.steps, _milliseconds(steps, part), stackgroup="step", **_area(part))
+        for part in STEP_PARTS
+        if getattr(last, part) is not None
     ]
     overlapped = [
         line(f"{part} (overlapped)", steps.steps, _milliseconds(steps, part), visible="legendonly")
+        | {"line": {"color": PARTS[part]}, "marker": {"color": PARTS[part]}}
         for part in OVERLAPPED_PARTS
-        if getattr(runlog.steps[-1], part) is not None
+        if getattr(last, part) is not None
     ]
-    note = (
-        "The parts of a step of rank 0, stacked. Exposed is the time spent waiting for the "
-        "exchange. Select, exchange and scatter overlap with backward; click a name to show it."
-    )
+    width = f" Each point is the median of {steps.width} steps." if steps.width > 1 else ""
     layout = with_phases(over_steps("ms"), runlog)
-    whole = _column(steady_steps(runlog), "whole")
-    if len(whole) and not np.isnan(whole).any():  # one slow step must not flatten the others
-        layout["yaxis"]["range"] = [0, 1.15 * float(np.percentile(whole, 99))]
-    figure = Figure("Where the time of a step goes", [*stacked, *overlapped], note, layout)
-    return [figure, _percentiles(runlog), *_ranks(runlog)]
+    layout["yaxis"] |= {"rangemode": "tozero"}
+    title = "Where the time of a step goes"
+    return Figure(title, [*stacked, *overlapped], f"{ABOUT_PARTS}{width}", layout)
+
+
+def _area(part: str) -> dict[str, Any]:
+    colour = PARTS[part]
+    return {
+        "mode": "lines",
+        "line": {"color": colour, "width": 0.5},
+        "fillcolor": transparent(colour, 0.75),
+    }
 
 
 def _milliseconds(steps: Windows, part: str) -> list[float | None]:
-    return [None if value is None else value * 1e3 for value in steps.mean(part)]
+    return [None if value is None else value * 1e3 for value in steps.median(part)]
 
 
 def _column(steps: list[StepRecord], part: str) -> np.ndarray:
@@ -80,7 +105,7 @@ def _ranks(runlog: RunLog) -> list[Block]:
         return []
     names = [f"rank {rank}" for rank in range(len(means))]
     traces: list[dict[str, Any]] = [
-        {"type": "bar", "name": part, "x": names}
+        {"type": "bar", "name": part, "x": names, "marker": {"color": PARTS[part]}}
         | {"y": rounded((own.get(part) or 0.0) * 1e3 for own in means)}
         for part in STEP_PARTS
     ]

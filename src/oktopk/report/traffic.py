@@ -1,60 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures of the bytes sent: by stage of the exchange, by message size, and in total."""
 
 from __future__ import annotations
 
+import statistics
 from bisect import bisect
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
-from zlib import crc32
 
-from oktopk.report.curves import line, over_steps, with_phases
-from oktopk.report.downsample import Windows
-from oktopk.report.page import Figure, rounded
+from oktopk.report.colours import colour_of_stage, transparent
+from oktopk.report.curves import colour, line, over_steps, with_phases
+from oktopk.report.downsample import FEW_POINTS, Windows, downsample
+from oktopk.report.page import Figure
 from oktopk.runlog.reader import RunLog
 from oktopk.runlog.schema import MessagesRecord, RunRecord, StepRecord
+from oktopk.utils.units import format_bytes
 
 
 def traffic(runlog: RunLog, steps: Windows) -> list[Figure]:
     """Bytes of rank 0 by step and stage, message sizes, and the total compared with dense."""
-    return [_by_stage(runlog, steps), _cumulative(runlog, steps), *_messages(runlog)]
+    return [_cumulative(runlog, steps), _by_stage(runlog), *_messages(runlog)]
 
 
-def _by_stage(runlog: RunLog, steps: Windows) -> Figure:
-    stages = sorted({stage for step in runlog.steps for stage in step.stages or {}})
+NORMAL_STAGES = (
+    "split and gather have most of the bytes, about half each; thresholds, counts and bounds are a "
+    "few percent. With other methods there are other stages."
+)
+NORMAL_MESSAGES = (
+    "there are two groups: small messages with counts and sizes, and large ones with entries."
+)
+
+
+def _by_stage(runlog: RunLog) -> Figure:
+    """Bytes of the sparse steps, or of all if none is: beside a dense step they would be flat."""
+    sparse = [step for step in runlog.steps if step.phase == "sparse"]
+    records = sparse or runlog.steps
+    steps = downsample(records, FEW_POINTS)
+    stages = sorted({stage for step in records for stage in step.stages or {}})
     traces = [
-        {"type": "bar", "name": stage, "x": steps.steps, "marker": _colour(stage)}
-        | {"y": rounded(steps.mean_of(_sent(step, stage) for step in runlog.steps))}
+        line(stage, steps.steps, steps.mean_of(_sent(step, stage) for step in records))
+        | {"mode": "lines", "stackgroup": "stages", "line": {"shape": "hv", "width": 0.5}}
+        | {
+            "marker": {"color": colour_of_stage(stage)},
+            "fillcolor": transparent(colour_of_stage(stage), 0.75),
+        }
         for stage in stages
     ]
-    dense = line("a dense allreduce", steps.steps, steps.mean("bytes_dense"), line={"dash": "dot"})
-    layout = over_steps("bytes", barmode="stack", bargap=0)
-    layout["yaxis"] |= {"exponentformat": "SI"}
+    layout = over_steps("bytes")
+    layout["yaxis"] |= {"exponentformat": "SI", "rangemode": "tozero"}
+    what = "sparse step" if sparse else "step"
+    title = f"Bytes of a {what}, by stage of the exchange"
+    return Figure(title, traces, _by_stage_note(records, bool(sparse)), layout, NORMAL_STAGES)
+
+
+def _area(colour: str) -> dict[str, Any]:
+    """The looks of a stacked trace with steps."""
+    edge = {"shape": "hv", "width": 0.5, "color": colour}
+    filled = {"stackgroup": "stages", "fillcolor": transparent(colour, 0.75)}
+    return {"mode": "lines", "line": edge, "marker": {"color": colour}} | filled
+
+
+def _by_stage_note(records: Sequence[StepRecord], sparse: bool) -> str:
     note = "Sent by rank 0, headers included. Double-click a name to see one stage alone."
-    title = "Bytes of each step, by stage of the exchange"
-    return Figure(title, [*traces, dense], note, with_phases(layout, runlog))
-
-
-# by stage, so that it has the same colour in every figure
-COLOURS = {
-    "dense": "#2a9d6f",
-    "split": "#3b82d6",
-    "gather": "#e08214",
-    "threshold": "#8c6bd1",
-    "counts": "#b0892b",
-    "bounds": "#4db6c9",
-    "reduce": "#c2439a",
-    "broadcast": "#6f8f3f",
-    "balance": "#d6554c",
-}
-# for other stages
-OTHER_COLOURS = ("#9aa4b0", "#7a5c46", "#5b6fa8", "#c9a9d6", "#2f6f73", "#d9b44a")
-
-
-def _colour(stage: str) -> dict[str, str]:
-    """The colour of a stage. A hash of the name chooses it for stages without one of their own."""
-    return {
-        "color": COLOURS.get(stage) or OTHER_COLOURS[crc32(stage.encode()) % len(OTHER_COLOURS)]
-    }
+    sent = statistics.median(step.bytes_sent for step in records)
+    dense = statistics.median(step.bytes_dense for step in records)
+    if not sparse or not sent:
+        return note
+    return f"{note} A dense step sends {format_bytes(dense)}, {dense / sent:.0f} times the median."
 
 
 def _sent(step: StepRecord, stage: str) -> float:
@@ -63,8 +76,11 @@ def _sent(step: StepRecord, stage: str) -> float:
 
 
 def _cumulative(runlog: RunLog, steps: Windows) -> Figure:
-    fields = {"sent": "bytes_sent", "a dense run": "bytes_dense"}
-    traces = [line(name, steps.steps, [*steps.cumulative(field)]) for name, field in fields.items()]
+    fields = {"a dense run": ("bytes_dense", "dense"), "sent": ("bytes_sent", "sparse")}
+    traces = [
+        line(name, steps.steps, [*steps.cumulative(field)], **colour(thing))
+        for name, (field, thing) in fields.items()
+    ]
     layout = over_steps("bytes")
     layout["yaxis"] |= {"exponentformat": "SI"}
     return Figure("Bytes since the beginning", traces, "Of rank 0.", with_phases(layout, runlog))
@@ -77,13 +93,13 @@ def _messages(runlog: RunLog) -> list[Figure]:
     bits = sorted({length for sizes in counts.values() for length in sizes})
     names = [f"up to {_binary(2**length)}" for length in range(bits[0], bits[-1] + 1)]
     traces = [
-        {"type": "bar", "name": stage, "x": names, "marker": _colour(stage)}
+        {"type": "bar", "name": stage, "x": names, "marker": {"color": colour_of_stage(stage)}}
         | {"y": [sizes.get(length, 0) for length in range(bits[0], bits[-1] + 1)]}
         for stage, sizes in sorted(counts.items())
     ]
     layout: dict[str, Any] = {"barmode": "stack", "yaxis": {"title": {"text": "messages"}}}
     note = "Messages of rank 0 by size and stage, up to the last epoch that ended."
-    return [Figure("Message sizes", traces, note, layout)]
+    return [Figure("Message sizes", traces, note, layout, NORMAL_MESSAGES)]
 
 
 def _binary(num_bytes: int) -> str:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The run directory and its metrics: the schema, who writes it, who reads it, and sums over it.
 
 schema          the records of `metrics.jsonl`, one type for each `kind`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps, bytes and time of a run, by phase."""
 
 from __future__ import annotations

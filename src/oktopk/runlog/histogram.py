@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Magnitudes of a tensor as a histogram of few numbers, small enough for a line of JSON."""
 
 from __future__ import annotations

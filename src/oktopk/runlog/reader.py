@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`RunLog`: everything that is recorded in a run directory, however the run ended."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The directory of a run: NAME, NAME-2, NAME-3, ... in the folder of all runs.
 
 A new run gets a new directory, a resumed run finds its own, and a lock keeps a second process from

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The records of `metrics.jsonl`: one type for each `kind`, with the fields in written order.
 
 Other programs may write the file too. They need the fields that have no default here; a field that
@@ -195,6 +196,9 @@ class RunRecord(msgspec.Struct, kw_only=True, tag_field="kind", tag="run"):
     """Settings that were changed on resume: the old and the new value."""
 
     task: TaskInfo | None = None
+    command: Text | None = None
+    """The command line that started the run."""
+
     target: Text | None = None
     """The metric that ends the run, as a text; None without one."""
 

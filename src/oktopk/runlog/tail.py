@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`RunLogTail`: records that another process appended to `metrics.jsonl` since the last look."""
 
 from __future__ import annotations

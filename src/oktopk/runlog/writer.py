@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`RunLogWriter`: appends records to `metrics.jsonl`, one line of JSON for each."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk sweep`: search for the best settings of `oktopk train` within a budget."""
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from oktopk.runlog.run_directory import lock
 from oktopk.sweep.loop import sweep
 from oktopk.sweep.plan import Plan, store_or_compare
 from oktopk.sweep.space import SEARCHED, add_ranges, parse
+from oktopk.train.config import Config
+from oktopk.train.flags import add_config_flag, load_with_flags
 from oktopk.train.flags import add_flags as add_train_flags
-from oktopk.train.flags import load_with_flags
 from oktopk.train.preflight import check_before_start
 from oktopk.train.run_process import exit_code_of
 from oktopk.train.tasks.registry import find_metric
@@ -26,7 +28,7 @@ MOST = 1e6
 """The largest budget, in trials or minutes; a million minutes are two years."""
 
 
-def add_flags(parser: argparse.ArgumentParser, task: str) -> None:
+def add_flags(parser: argparse.ArgumentParser, config: Config) -> None:
     """The flags of `oktopk sweep`, and those of `oktopk train`, some of them as ranges."""
     parser.add_argument(
         "--trials", type=int, help=f"of the sweep, earlier calls included ({TRIALS})"
@@ -40,9 +42,9 @@ def add_flags(parser: argparse.ArgumentParser, task: str) -> None:
     parser.add_argument(
         "--no-prune", action="store_true", help="do not end unpromising trials early"
     )
-    parser.add_argument("--config", help="as for oktopk train")
+    add_config_flag(parser)
     add_ranges(parser)
-    add_train_flags(parser, task, without=("name", "keep", *SEARCHED))
+    add_train_flags(parser, config, without=("name", "keep", *SEARCHED))
     parser.add_argument("--name", default=NAME, help="folder in RUNS, with a folder for each trial")
     parser.add_argument("--keep", type=int, default=1, help="checkpoints of a trial (%(default)s)")
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run trials one after the other until the budget is spent."""
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from oktopk.report.texttable import markdown
+from oktopk.compare.progress import RunProgress
+from oktopk.report.texttable import markdown, show
 from oktopk.sweep.page import write_report
 from oktopk.sweep.plan import Plan
 from oktopk.sweep.results import (
@@ -28,7 +30,7 @@ from oktopk.sweep.study import (
     trials,
     values,
 )
-from oktopk.sweep.trial import Outcome, run_trial
+from oktopk.sweep.trial import Outcome, Pruner, run_trial
 from oktopk.train.config import load
 from oktopk.train.console import print_line
 from oktopk.train.run_process import command_line, last_lines, log_of
@@ -54,8 +56,14 @@ def sweep(plan: Plan, number: int, deadline: float, prune: bool) -> int:
         found, line = write_tables(plan, study)
         while len(_done(study)) < number and time.monotonic() < deadline:
             trial, name = ask(study, plan.space)
-            place = f"{name.replace('-', ' ')} ({len(_done(study)) + 1} of {_limit(number)})"
-            outcome = attempt(plan, study, trial, name, place, deadline, prune)
+            done = len(_done(study))
+            place = f"{name.replace('-', ' ')} ({done + 1} of {_limit(number)})"
+            progress = RunProgress(
+                place,
+                plan.of(values(trial.params), name),
+                0 if number == sys.maxsize else number - done - 1,
+            )
+            outcome = attempt(plan, study, trial, progress, deadline, prune)
             found, line = write_tables(plan, study)
             if outcome.state is None:
                 break
@@ -76,10 +84,10 @@ def _limit(number: int) -> str:
 
 
 def attempt(
-    plan: Plan, study: Study, trial: Trial, name: str, place: str, deadline: float, prune: bool
+    plan: Plan, study: Study, trial: Trial, progress: RunProgress, deadline: float, prune: bool
 ) -> Outcome:
     """Run one trial, print its result, and tell Optuna how it ended."""
-    config = plan.of(values(trial.params), name)
+    config, place = progress.config, progress.place
     shown = ", ".join(f"{name} {value:g}" for name, value in values(trial.params).items())
     print_line(f"{place}: {shown}")
 
@@ -87,7 +95,8 @@ def attempt(
         trial.report(value, step)  # in the study's direction, that of the metric
         return prune and trial.should_prune()
 
-    outcome = run_trial(config, plan.config, plan.metric.name, report, deadline)
+    pruner = Pruner(plan.metric.name, report, deadline)
+    outcome = run_trial(config, plan.config, pruner, progress)
     if outcome.state is not None:
         tell(study, trial, outcome.state, outcome.value)
     print_line(f"{place}: {_result(plan, outcome)}")
@@ -129,7 +138,8 @@ def _close(plan: Plan, found: list[Result], line: str, done: int, begun: int) ->
     if not found:
         print_line("no trial has begun: raise --minutes or --trials")
         return
-    print_line(f"\n{markdown(as_table(ranked(found, plan.metric)[:SHOWN], plan.metric))}")
+    print_line("")
+    show(markdown(as_table(ranked(found, plan.metric)[:SHOWN], plan.metric)))
     print_line(
         f"{done} trials, {begun - done} half-way; {plan.folder}: table.md, table.json, sweep.html"
     )

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report of a sweep: the importance of each setting, and the results of the trials."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plan of a sweep, which a later call must match to continue it."""
 
 from __future__ import annotations

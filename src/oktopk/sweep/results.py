@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trials of a sweep as rows, best first."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The search space: ranges of settings, from flags such as `--lr 1e-4:1e-2`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The search, by Optuna, which stores its trials in the folder of the sweep.
 
 A trial belongs to a run directory. When a sweep is interrupted, its last trial cannot be continued

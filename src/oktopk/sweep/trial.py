@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One trial of a sweep: a training run that is ended early when it is not promising."""
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from oktopk.compare.progress import RunProgress
 from oktopk.runlog.reader import read_runlog
 from oktopk.runlog.run_directory import CHECKPOINT_FOLDER
 from oktopk.runlog.schema import Record, ValidationRecord
@@ -31,7 +33,7 @@ class Pruner:
     """Reports new validations, and decides whether a trial is to be ended early."""
 
     def __init__(self, metric: str, report: Report, deadline: float) -> None:
-        self._metric, self._report, self._deadline = metric, report, deadline
+        self.metric, self._report, self._deadline = metric, report, deadline
         self._reported: set[int] = set()
         self.pruned = False
 
@@ -43,7 +45,7 @@ class Pruner:
         return self.pruned or time.monotonic() > self._deadline
 
     def _take(self, record: ValidationRecord) -> None:
-        value = record.metrics.get(self._metric)
+        value = record.metrics.get(self.metric)
         if value is None or record.step in self._reported:  # a resumed run writes records again
             return
         self._reported.add(record.step)
@@ -51,13 +53,18 @@ class Pruner:
         self.pruned = self._report(record.step, value) and len(self._reported) > 1
 
 
-def run_trial(config: Config, base: str, metric: str, report: Report, deadline: float) -> Outcome:
-    """Train a config until it ends, `report` prunes it, or the time is up. It saves before."""
+def run_trial(config: Config, base: str, pruner: Pruner, progress: RunProgress) -> Outcome:
+    """Train a config until it ends or the pruner ends it; it saves before. `progress` shows it."""
+
+    def should_stop(records: list[Record]) -> bool:
+        progress(records)
+        return pruner.should_stop(records)
+
     directory = directory_of(config)
     runlog = read_runlog(directory)
     if not runlog.finished:  # a run may have finished just before an earlier sweep was ended
-        pruner = Pruner(metric, report, deadline)
-        result = train_in_process(config, base, pruner.should_stop)
+        with progress:
+            result = train_in_process(config, base, should_stop)
         runlog = result.runlog
         if result.exit_code is None and not pruner.pruned:
             return Outcome(None)
@@ -66,7 +73,7 @@ def run_trial(config: Config, base: str, metric: str, report: Report, deadline: 
             return Outcome(PRUNED)
         if result.exit_code:
             return Outcome(FAILED, text=f"exit code {result.exit_code}")
-    value = runlog.validations[-1].metrics.get(metric) if runlog.validations else None
+    value = runlog.validations[-1].metrics.get(pruner.metric) if runlog.validations else None
     if value is None:
-        return Outcome(FAILED, text=f"the run ended without a {metric}")
+        return Outcome(FAILED, text=f"the run ended without a {pruner.metric}")
     return Outcome(COMPLETE, value)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model that all ranks agree on, also while each of them trains alone."""
 
 from __future__ import annotations

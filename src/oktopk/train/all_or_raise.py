@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks and actions that all ranks pass, or all ranks raise an error."""
 
 from __future__ import annotations

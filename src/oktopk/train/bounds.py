@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The range of each number in a config.
 
 A number outside of its range is refused before anything starts: it would fail later, or never end.

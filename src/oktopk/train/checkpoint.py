@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints: one folder for each step, which is complete or does not count.
 
 Every rank writes a file of its own (residuals, random state), and rank 0 also the common one

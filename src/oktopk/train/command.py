@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk train`: resolve the config, then start local workers or be one of the ranks."""
 
 from __future__ import annotations

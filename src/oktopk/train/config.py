@@ -1,9 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Config`: every setting of a run, from a TOML file and flags.
 
-The defaults are the settings of the original code for lstman4; a file in `configs/` holds only what
-it changes. A task adds settings of its own (`Config.options`), which stand beside the others in
-files and flags. Every field is also a flag. An unknown name is refused with a hint at the nearest
-one.
+The defaults are the settings of the original code for lstman4; a file in `train/configs/` holds
+only what it changes. A task adds settings of its own (`Config.options`), which stand beside the
+others in files and flags. Every field is also a flag. An unknown name is refused with a hint at the
+nearest one.
 """
 
 from __future__ import annotations

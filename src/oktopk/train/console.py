@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Output of a running command: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Exchange`: what the training loop needs of the way in which ranks exchange what they learn.
 
 `Attached` is `oktopk.attach` on a DDP model, `LocalStepsExchange` is `oktopk.local_steps` on the

@@ -1,51 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags of the command line for the fields of a config."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import Field
 from typing import Any
 
-from oktopk.train.config import Config, load, specs, task_in, with_settings
-from oktopk.train.tasks.registry import DEFAULT_TASK
+from oktopk.train.config import Config, as_dict, load, shipped, specs, task_in, with_settings
+from oktopk.train.option import specs_of
+
+GROUPS = {
+    "task": "run",
+    "epochs": "length and optimizer",
+    "method": "exchange",
+    "validate_every": "validation",
+    "log_every": "log and checkpoints",
+}
+"""Titles in the help: each group begins with a setting and ends before the next one."""
 
 
-def task_of(argv: Sequence[str]) -> str:
-    """The task that a command line is for, by its --task or --config: it decides which flags exist.
+def config_of(argv: Sequence[str]) -> Config:
+    """The config that a command line begins with, by its --task or --config, before other flags.
 
-    What is wrong with either is found later, when the config is loaded.
+    It decides which flags exist and which values the help shows. What is wrong with either is found
+    later, when the config is loaded.
     """
     words = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    words.add_argument("--task")
-    words.add_argument("--config")
+    words.add_argument("--task", default="")
+    words.add_argument("--config", default="")
     try:
         found, _ = words.parse_known_args(argv)
-        task = found.task or (task_in(found.config) if found.config else DEFAULT_TASK)
-        specs(task)
-    except (argparse.ArgumentError, SystemExit, ValueError, OSError):
-        return DEFAULT_TASK
-    return task
+    except (argparse.ArgumentError, SystemExit):
+        return load()
+    for config, task in ((found.config, found.task), ("", found.task), ("", _task_in(found))):
+        with suppress(ValueError, OSError):
+            return load(config, task)
+    return load()
+
+
+def _task_in(found: argparse.Namespace) -> str:
+    with suppress(ValueError, OSError):
+        return task_in(found.config)
+    return ""
+
+
+def add_config_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --config, with the names that there are."""
+    names = ", ".join(shipped())
+    parser.add_argument("--config", metavar="NAME", help=f"a TOML file, or one of {names}")
 
 
 def add_flags(
-    parser: argparse.ArgumentParser, task: str = DEFAULT_TASK, without: Collection[str] = ()
+    parser: argparse.ArgumentParser, config: Config, without: Collection[str] = ()
 ) -> None:
-    """Add a flag for every setting. A flag that is not given leaves the value of the config."""
-    for name, spec in specs(task).items():
-        if name in without:
-            continue
-        kind = type(spec.default)
-        how: dict[str, Any] = {"type": kind, "choices": spec.metadata["choices"]}
-        if kind is bool:
-            how = {"action": argparse.BooleanOptionalAction}
-        elif how["choices"] is None:
-            how["metavar"] = spec.name.rsplit("_", 1)[-1].upper()
-        parser.add_argument(
-            f"--{spec.name.replace('_', '-')}",
-            default=argparse.SUPPRESS,
-            help=f"{spec.metadata['help']} ({spec.default!r})".replace("%", "%%"),
-            **how,
-        )
+    """Add a flag for every setting, in groups. A flag that is not given leaves the config's value.
+
+    The help shows the values of this config, with which the command would run.
+    """
+    values = as_dict(config)
+    titles = GROUPS | {next(iter(specs_of(type(config.options))), ""): f"task {config.task}"}
+    group = parser
+    for name, spec in specs(config.task).items():
+        if name in titles:
+            group = parser.add_argument_group(titles[name])
+        if name not in without:
+            _add_flag(group, name, spec, values[name])
+
+
+def _add_flag(group: argparse._ActionsContainer, name: str, spec: Field[Any], value: Any) -> None:
+    kind = type(spec.default)
+    how: dict[str, Any] = {"type": kind, "choices": spec.metadata["choices"]}
+    if kind is bool:
+        how = {"action": argparse.BooleanOptionalAction}
+    else:
+        how["metavar"] = METAVARS.get(kind, name.rsplit("_", 1)[-1].upper())
+    text = spec.metadata["help"]
+    if how.get("choices"):
+        text += f": {', '.join(how['choices'])}"
+    group.add_argument(
+        f"--{name.replace('_', '-')}",
+        default=argparse.SUPPRESS,
+        help=f"{text}{_shown(value)}".replace("%", "%%"),
+        **how,
+    )
+
+
+METAVARS = {int: "N", float: "X"}
+"""What stands for a number in the help; other values have the name of their setting."""
+
+
+def _shown(value: Any) -> str:
+    """A value as the help shows it; nothing for an empty text."""
+    if value == "":
+        return ""
+    words = {True: "on", False: "off"}
+    return f" ({words[value] if isinstance(value, bool) else value})"
+
+
+def add_all_flags(parser: argparse.ArgumentParser, config: Config) -> None:
+    """The flags of `oktopk train`, with the values that it would train with."""
+    parser.description = (
+        "Train a task. In parentheses are the values that it will be trained with: those of\n"
+        f"the config {config.name}, for the task {config.task}. Another --config or --task has "
+        "others,\nand --help shows them."
+    )
+    add_config_flag(parser)
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the last checkpoint of the run, if it has one",
+    )
+    add_flags(parser, config)
 
 
 def as_flag(name: str, value: Any) -> list[str]:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training loop: epochs of steps, validation, checkpoints."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of this process and its GPU."""
 
 from __future__ import annotations

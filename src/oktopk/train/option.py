@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings as fields of dataclasses, with help texts and bounds that are checked when one is made.
 
 `Config` and the options of every task consist of them. An error names the field and its value.
@@ -9,6 +10,7 @@ from dataclasses import Field, field, fields
 from typing import Any
 
 from oktopk.train.bounds import check_type, shown
+from oktopk.utils.flags import did_you_mean
 
 Bounds = tuple[float, float, str]
 """The least and the largest value, and why there is a largest."""
@@ -51,7 +53,10 @@ def check_types(settings: Any) -> None:
         check_type(name, value, type(spec.default))
         choices = spec.metadata["choices"]
         if choices and value not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {shown(value)}")
+            hint = did_you_mean(str(value), choices)
+            raise ValueError(
+                f"{name} must be one of {', '.join(choices)}, got {shown(value)}{hint}"
+            )
 
 
 def check_bounds(name: str, value: float, bounds: Bounds) -> None:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is checked before any worker starts, and needs no other rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings with which a config overrides the optimizer's preset.
 
 A config has them as one text, `"overshoot=0.3,max_beta1=0.3"`, instead of a field for each: what is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Probes measure how good the selection was, every few steps, at the cost of a dense allreduce.
 
 The accumulated gradients summed over ranks are the exchanged result plus the residuals summed over

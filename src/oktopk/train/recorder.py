@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the metrics of a run go: `metrics.jsonl`, TensorBoard and the progress bar.
 
 Every rank has a recorder, because the loss of a step is the mean over ranks; only rank 0 writes.
@@ -32,6 +33,7 @@ from oktopk.runlog.schema import (
 )
 from oktopk.runlog.writer import RunLogWriter
 from oktopk.train.all_or_raise import all_or_raise
+from oktopk.train.config import as_dict
 from oktopk.train.console import ProgressBar, epoch_line, validation_lines
 from oktopk.train.memory import memory_usage
 from oktopk.train.run_info import run_record
@@ -84,9 +86,13 @@ class Recorder:
         done = self._run.progress.step
         runlog = RunLogWriter(directory / METRICS_FILE, metrics_bytes)
         runlog.write(run_record(self._run))
+        tensorboard = TensorBoardWriter(directory, done, self._run.totals.whole)
+        if not done:
+            metrics = [metric.name for metric in self._run.task.metrics]
+            tensorboard.write_hparams(as_dict(self._run.config), metrics)
         self._sinks = Sinks(
             runlog,
-            TensorBoardWriter(directory / "tensorboard", done),
+            tensorboard,
             ProgressBar(self._run.total_steps, done, self._run.config.log_every),
         )
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a checkpoint holds, and how a run is saved to one and restored from one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One training run on one rank, from the process group to the report."""
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is known when a run begins: its size and settings, versions and the machine."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shlex
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ def run_record(run: Run) -> RunRecord:
         settings=run.exchange.settings,
         changed={name: list(pair) for name, pair in run.changed.items()},
         task=task_info(run),
+        command=shlex.join(["oktopk", *sys.argv[1:]]),
         target=str(run.target) if run.target else None,
         network=network.inside() or None,
         tensors=tensor_info(run.model),

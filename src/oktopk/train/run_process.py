@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training runs in processes of their own, for commands that train several runs in turn."""
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def last_lines(log: Path) -> str:
 
 def exit_code_of(what: str, act: Callable[[], int]) -> int:
     """Run a command that starts runs, and print its errors in one line. Returns the exit code."""
-    _refuse_launchers(what)
+    _refuse_launchers()
     try:
         return act()
     except ValueError as error:
@@ -132,11 +133,11 @@ def exit_code_of(what: str, act: Callable[[], int]) -> int:
         return 1
 
 
-def _refuse_launchers(what: str) -> None:
+def _refuse_launchers() -> None:
     """Raise if a launcher started this command on several ranks: it starts workers itself."""
     env = read_rank_environment()
     if env is not None and env.world_size > 1:
         raise LaunchError(
-            f"{what} starts its workers itself, and this is {env}: start it once, without a "
-            "launcher"
+            f"this command starts its workers itself, and this is {env}: start it once, without "
+            "a launcher"
         )

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The learning rate of a step in closed form, so that a checkpoint need not hold it."""
 
 from __future__ import annotations

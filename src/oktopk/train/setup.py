@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Set up a run: the task, the model, the optimizer and the exchange."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One optimizer step, with the seconds of its parts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a run is asked to stop: SIGTERM or SIGINT to any rank, then all ranks save and leave.
 
 1. The first signal sets a flag on the rank that receives it. The default handlers are back after

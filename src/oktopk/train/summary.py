@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The summary that `oktopk train` prints when a run has finished."""
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def summary(
     lines.append(f"bytes are those of {of}, headers included")
     if totals.whole.skipped:
         lines.append(f"{totals.whole.skipped} steps were skipped: a gradient was not finite")
-    lines.append(f"run folder: {directory} (metrics.jsonl, tensorboard, checkpoints, config.toml)")
+    lines.append(f"run folder: {directory} (metrics, TensorBoard events, checkpoints, config)")
     lines.append(f"to look at it: {directory / 'report.html'}")
     return "\n".join(lines)
 

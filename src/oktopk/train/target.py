@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The target of a run, as in `--until "wer<0.3"`: the run ends when a metric has reached it."""
 
 from __future__ import annotations

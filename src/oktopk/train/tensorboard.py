@@ -1,21 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
 """TensorBoard: scalars of every step and epoch, and histograms."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 
 from oktopk.runlog.schema import (
     TIMED_PARTS,
     EpochRecord,
+    PhaseTotals,
     ProbeRecord,
     StepRecord,
     ValidationRecord,
@@ -46,8 +50,13 @@ class TensorBoardWriter:
     full disk, there is one warning and training continues without them.
     """
 
-    def __init__(self, directory: Path, step: int) -> None:
+    def __init__(self, directory: Path, step: int, sums: PhaseTotals | None = None) -> None:
+        """Open the events of a run that has finished `step` steps, with the bytes of `sums`.
+
+        They are in the directory of the run itself, whose name TensorBoard shows.
+        """
         self._directory = directory
+        self._sent, self._dense = (sums.bytes_sent, sums.bytes_dense) if sums else (0, 0)
         self._writer: SummaryWriter | None = None
         self._excepthook = threading.excepthook
         threading.excepthook = self._on_thread_error
@@ -71,8 +80,29 @@ class TensorBoardWriter:
                 error,
             )
 
+    def write_hparams(self, settings: Mapping[str, Any], metrics: Sequence[str]) -> None:
+        """Write the settings for TensorBoard's table of runs, beside the metrics of validation."""
+        if self._writer is None:
+            return
+        plain = {name: v for name, v in settings.items() if isinstance(v, bool | int | float | str)}
+        # not add_hparams, which makes a second run for them
+        summaries = hparams(plain, {f"epoch/{name}": 0.0 for name in metrics})
+        with self._or_warn():
+            for summary in summaries:
+                self._writer._get_file_writer().add_summary(summary)
+
     def write_steps(self, records: list[StepRecord]) -> None:
+        """Write the scalars of steps, and the bytes since the beginning of the run."""
         self._write(STEP_SCALARS, records)
+        if self._writer is None:
+            return
+        with self._or_warn():
+            for record in records:
+                self._sent += record.bytes_sent
+                self._dense += record.bytes_dense
+                self._writer.add_scalar("traffic/bytes_sent_total", self._sent, record.step)
+                self._writer.add_scalar("traffic/bytes_dense_total", self._dense, record.step)
+            self._writer.flush()
 
     def write_probes(self, records: list[ProbeRecord]) -> None:
         self._write(PROBE_SCALARS, records)
@@ -97,6 +127,8 @@ class TensorBoardWriter:
         with self._or_warn():
             for rank, memory in enumerate(record.memory or ()):
                 for name, value in msgspec.structs.asdict(memory).items():
+                    if name.startswith("gpu") and not value:  # there is no GPU
+                        continue
                     self._writer.add_scalar(f"memory/{name}/rank{rank}", value, record.step)
         self._write(EPOCH_SCALARS, [record])
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics on the test examples, the same for any world size.
 
 The test examples are cut into batches once, and the batches are distributed over the ranks: an

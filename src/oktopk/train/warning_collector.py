@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`WarningCollector`: logged warnings on their way into the metrics."""
 
 from __future__ import annotations

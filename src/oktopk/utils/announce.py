@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lines that a person sees whether or not the program has configured logging."""
 
 from __future__ import annotations

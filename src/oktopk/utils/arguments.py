@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of arguments. Each raises TypeError or ValueError with the argument's name and value."""
 
 from __future__ import annotations

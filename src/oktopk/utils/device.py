@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transfers between the host and a device that works asynchronously, as a GPU does.
 
 On a CPU none of this costs anything. On a GPU the host waits for the device whenever it reads a

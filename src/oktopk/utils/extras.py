@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packages that only some commands need: checks that they are there, and how to install them."""
 
 from __future__ import annotations
@@ -6,12 +7,14 @@ import importlib.util
 
 EXTRAS = {
     **dict.fromkeys(("soundfile", "espeakng_loader", "jiwer"), "train"),
-    **dict.fromkeys(("tensorboard", "rich", "plotly", "PIL", "sklearn"), "train"),
+    **dict.fromkeys(("tensorboard", "PIL", "sklearn"), "train"),
+    **dict.fromkeys(("rich", "plotly"), "view"),
     **dict.fromkeys(("accelerate", "transformers", "lightning", "ray", "ignite"), "integrations"),
     "optuna": "sweep",
     "matplotlib": "plots",
+    "shtab": "completion",
 }
-"""Which extra of this project installs a package."""
+"""Which extra of this project installs a package. `train` and `sweep` contain `view`."""
 
 _TRAIN = ("tensorboard", "rich", "plotly")
 NEEDED = {
@@ -21,6 +24,7 @@ NEEDED = {
     "report": ("plotly",),
     "watch": ("rich",),
     "data": ("soundfile",),
+    "completion": ("shtab",),
 }
 """Which packages each command needs. They are checked before the command does anything."""
 
@@ -38,7 +42,8 @@ def require(what: str, *packages: str) -> None:
 
 def missing_packages(what: str, *missing: str) -> MissingPackageError:
     """Return the error that says what to install."""
-    extras = ",".join(dict.fromkeys(EXTRAS.get(name, "train") for name in missing))
+    needed = dict.fromkeys(EXTRAS.get(name, "train") for name in missing)
+    extras = ",".join(name for name in needed if name != "view" or len(needed) == 1)
     verb = "is" if len(missing) == 1 else "are"
     return MissingPackageError(
         f"{what} needs {' and '.join(missing)}, which {verb} not installed: "

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading files that others may have written or damaged, and writing files atomically.
 
 Every reader checks what it reads. It raises `FileError`, which names the file, the place in it and
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import torch
 
 T = TypeVar("T")
 
@@ -126,6 +126,8 @@ def _problem_and_place(error: Exception) -> tuple[str, str]:
 
 def read_tensors(path: Path) -> Any:
     """Load what `torch.save` wrote, to the CPU: tensors and plain values only, never code."""
+    import torch  # seconds, which only some commands need
+
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:

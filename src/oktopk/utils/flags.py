@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers on the command line and their ranges, and hints at mistyped names."""
 
 from __future__ import annotations
@@ -6,6 +7,11 @@ import argparse
 import difflib
 from collections.abc import Callable, Iterable
 from typing import TypeVar
+
+
+class UsageError(ValueError):
+    """A command line that cannot be carried out; the message says what to change."""
+
 
 Number = TypeVar("Number", int, float)
 

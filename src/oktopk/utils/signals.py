@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SIGINT and SIGTERM: everything that handles them does it with the functions here.
 
 A command ends with one line and exit code 128 + number, at any moment. Four things may happen in

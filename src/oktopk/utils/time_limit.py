@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A time limit for calls that have none of their own, such as those of torch's stores."""
 
 from __future__ import annotations

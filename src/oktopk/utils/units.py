@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Format durations, sizes and lists for people to read."""
 
 from __future__ import annotations
@@ -19,6 +20,15 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.1f} TB"
+
+
+def format_rate(bits_per_second: float) -> str:
+    """Return a rate with two digits in the largest unit that fits, such as `1.5 Gbit/s`."""
+    rate, units = float(f"{bits_per_second:.2g}"), ["bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"]
+    while rate >= 1000 and len(units) > 1:
+        rate /= 1000
+        units.pop(0)
+    return f"{rate:.1f} {units[0]}" if rate < 10 else f"{rate:.0f} {units[0]}"
 
 
 def list_some(things: Sequence[object], most: int) -> str:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk watch RUN`: show a run until it ends."""
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LINE_SECONDS = 3.0
 SHOWN_RUNS = 12
 
 
-def add_flags(parser: argparse.ArgumentParser, _: str) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `oktopk watch`."""
     parser.description = "Show a run until it ends. The exit code is 0 only when it finished."
     parser.add_argument("folder", metavar="RUN", help="a run's folder, or its name in runs/")

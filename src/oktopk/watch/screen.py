@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `oktopk watch` shows: a panel of a few lines, or one line for a log."""
 
 from __future__ import annotations

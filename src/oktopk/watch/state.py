@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`RunState`: what a run has recorded so far, in sums, so that a long run takes little memory."""
 
 from __future__ import annotations

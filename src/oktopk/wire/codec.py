@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codecs: a table of the ways in which selected entries are written as words of 32 bits.
 
 A codec is a value codec and an index codec, chosen independently. To add one, write its value codec

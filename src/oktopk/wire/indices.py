@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Index codecs: how the indices of selected entries are written as words of 32 bits.
 
 Indices are integers all the way. They never pass through a floating-point number.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages: selected entries, and values that travel dense behind them.
 
 Biases, norms and tiny tensors are not worth indices, nor a message of their own. All of their

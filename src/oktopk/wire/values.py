@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Value codecs: how the values of selected entries are written as words of 32 bits.
 
 A codec may round. The sender keeps what rounding takes off in its residual, so it has to know the

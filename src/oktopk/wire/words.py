@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The unit of every message: words of 32 bits, held in int32 tensors."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """DistributedDataParallel: attach, the handle, the communication thread."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `attach` tells the person who started the run: what will happen, and what it will cost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`attach`: two lines for a `DistributedDataParallel` model.
 
 DDP calls the hook for every bucket while backward continues. The hook puts the bucket on a queue

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`BucketTracker`: in which layout a step is exchanged, while DDP rebuilds its buckets.
 
 DDP rebuilds its buckets once, in the order in which gradients arrived: after its first backward

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The communication thread: takes buckets in order, completes their futures when the step is done.
 
 On CUDA it works on a stream of its own (docs/cuda.md). That stream waits for the event of each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `attach` compares with the other ranks, and what it measures for `method="auto"`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`StepDriver`: turns the buckets that DDP hands over into steps of the engine.
 
 It runs on the communication thread. While DDP may still rebuild its buckets, and where a gradient

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense inside the node, sparse between nodes: `attach(..., local_group="node")`.
 
 The ranks of a node reduce-scatter the gradient among them, each exchanges its slice of it with the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What DDP's communication hook holds: the handle of its model, and what it sees of a join."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`AttachOptions`: the options of `attach`, for functions that pass them on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`DDPParameterLayout`: the parameters DDP exchanges, and where they lie in its buckets."""
 
 from __future__ import annotations

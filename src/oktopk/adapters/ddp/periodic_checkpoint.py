@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`PeriodicCheckpoint`: every rank saves its own state every so many steps.
 
 Many programs write their checkpoint on rank 0 alone, where no other rank takes part. The number of

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2: sharded inside a site, sparse between sites."""

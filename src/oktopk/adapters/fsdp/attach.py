@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`attach_fsdp`: a model that FSDP2 shards inside a site, and that several sites train together.
 
 FSDP reduces gradients inside the site and calls a hook with this rank's shard of them. The exchange

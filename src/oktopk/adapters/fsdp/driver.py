@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ShardDriver`: exchanges this rank's shards of the gradients with the other replicas.
 
 FSDP calls a hook with every flat vector that it has reduced inside the site. The hook only notes

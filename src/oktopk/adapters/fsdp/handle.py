@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`FSDPHandle`: what `attach_fsdp` returns."""
 
 from __future__ import annotations

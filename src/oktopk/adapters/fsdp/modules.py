@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP's parameter groups: which parameters it reduces together, and where they lie in the result.
 
 `fully_shard` makes one group of the parameters of a module that no inner FSDP module has. In

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ShardLayout`: this rank's shards of the parameters, and where FSDP's flat vectors have them."""
 
 from __future__ import annotations

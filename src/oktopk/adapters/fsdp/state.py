@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of an FSDP model's exchange, as `torch.distributed.checkpoint` saves and reshards it.
 
 Residuals are DTensors in the parameters' shapes, sharded as the parameters are. Every replica has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of the arguments of `attach_fsdp`, before a rank waits for another."""
 
 from __future__ import annotations

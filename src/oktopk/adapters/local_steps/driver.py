@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`RoundDriver`: counts the optimizer steps of a round and exchanges the weight changes at its end.
 
 A round is the optimizer steps between two exchanges. The anchor holds the weights after the last

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`LocalSteps`: what `local_steps` returns."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`local_steps`: ranks train alone, and exchange their weight changes every so many steps.
 
 No wrapper around the model is needed: a hook after `optimizer.step()` counts the steps, and at the

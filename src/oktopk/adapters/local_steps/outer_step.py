@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The outer step: how the mean weight change of all ranks moves the weights."""
 
 from __future__ import annotations

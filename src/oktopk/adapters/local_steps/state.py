@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `LocalSteps` saves beside the residual: weights, anchor, momentum, and steps of the round.
 
 The ranks leave the anchor by different amounts, so a state that is taken inside a round belongs to

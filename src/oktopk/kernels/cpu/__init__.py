@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels for CPUs in numba: each runs on one core, without the GIL."""
 
 from oktopk.kernels.cpu.elias_fano import decode_elias_fano, encode_elias_fano

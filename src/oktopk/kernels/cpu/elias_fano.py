@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Elias-Fano coding of ascending indices in numba; `kernels.encode_elias_fano` describes the code.
 
 Low bits pass through a 64-bit register: encoding appends at its upper end and takes full words off

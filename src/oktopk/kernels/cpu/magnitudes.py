@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the kernels for CPUs count: magnitudes as integers (`float_bits`), in numba."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Low-bit values in numba; `kernels.quantize` describes them.
 
 The arithmetic is that of `reference_codes`, operation by operation in float32, so that the bits are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rice coding of ascending indices in numba; `kernels.encode_rice` describes the code.
 
 Low bits pass through a 64-bit register: encoding appends at its upper end and takes full words off

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The correction of Adam's second moment in numba: a walk over the entries that arrived."""
 
 from __future__ import annotations

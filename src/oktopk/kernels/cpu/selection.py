@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection by a threshold in numba.
 
 The loops read 32 values at a time and compare them as one vector, which gives a word with a bit per

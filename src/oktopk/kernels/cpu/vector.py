@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Vector instructions that numba does not offer: compare 32 values at once, get a bit per hit.
 
 They are written as operations on LLVM vectors, which become AVX on x86 and NEON on ARM.

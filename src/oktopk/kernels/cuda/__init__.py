@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels for GPUs in Triton; with TRITON_INTERPRET=1 they run on CPU tensors as well.
 
 Where a kernel of our own would be no faster, the one in plain torch is used. Rice codes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Elias-Fano coding of ascending indices in Triton; `kernels.encode_elias_fano` describes the code.
 
 Encoding takes no memory beside the words. Decoding takes two numbers for each word of high bits,

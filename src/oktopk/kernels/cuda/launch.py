@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How Triton kernels are launched: one program for each block of values."""
 
 from __future__ import annotations

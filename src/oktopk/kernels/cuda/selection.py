@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection by a threshold in Triton.
 
 A selection takes two passes. The first counts the hits of every block. A running sum of the counts

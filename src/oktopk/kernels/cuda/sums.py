@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums of sparse vectors, and what is done with the result, in Triton."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gather the result evenly: who sends how much, planned from the counts alone.
 
 Every rank knows how many sums every rank kept. A rank above its even share hands the surplus (the

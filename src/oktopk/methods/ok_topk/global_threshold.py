@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The global threshold: the ranks agree on it by counting, never by gathering values.
 
 On exact steps the ranks find the k-th largest magnitude of all regions digit by digit: 8 bits per

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Regions: which rank sums which index range, and the split-and-reduce phase built on them."""
 
 from __future__ import annotations

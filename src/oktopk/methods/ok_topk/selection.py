@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The near-exact top k of `oktopk`: one fused pass instead of a selection from scratch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The short path of `oktopk`: two rounds for an exchange so small that rounds are what it costs.
 
 Every rank sends its selection to every rank, sums all of them in rank order and keeps the k largest

@@ -8,13 +8,22 @@ function axis(own) {
   return { gridcolor: color("--line"), zerolinecolor: color("--line"), automargin: true, ...own };
 }
 
+// Rows that the legend needs below a figure, so that it takes height of its own and not the plot's.
+function legendRows(traces, width) {
+  const widths = traces.filter((trace) => trace.name && trace.showlegend !== false).map((trace) => 7 * trace.name.length + 46);
+  if (widths.length < 2) return 0;
+  const columns = Math.max(1, Math.floor(width / Math.max(...widths)));
+  return Math.ceil(widths.length / columns);
+}
+
 // The page's own looks beside what a figure asks for.
-function layout(asked) {
+function layout(asked, traces, width) {
   const narrow = window.innerWidth < 600;
+  const below = (asked.xaxis?.title ? 56 : 34) + 20 * legendRows(traces, width - 80);
   const made = {
     colorway: palette, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: color("--ink"), size: narrow ? 11 : 12 },
-    margin: { l: 50, r: 16, t: 28, b: narrow ? 96 : 78 }, hovermode: "x unified", height: narrow ? 300 : 360,
+    margin: { l: 50, r: 16, t: 28, b: below }, hovermode: narrow ? "closest" : "x unified", height: (narrow ? 220 : 280) + below,
     modebar: { bgcolor: "rgba(0,0,0,0)", color: color("--line"), activecolor: color("--soft") },
     legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, traceorder: "normal" },
     hoverlabel: { bgcolor: color("--card"), bordercolor: color("--line"), font: { color: color("--ink") } },
@@ -34,7 +43,8 @@ const config = { responsive: true, displaylogo: false, modeBarButtons: buttons }
 function draw(number) {
   const figure = figures[number];
   if (figure.layout.height) document.getElementById(`f${number}`).style.minHeight = 0;
-  return Plotly.react(`f${number}`, figure.data, layout(figure.layout), config);
+  const width = document.getElementById(`f${number}`).clientWidth;
+  return Plotly.react(`f${number}`, figure.data, layout(figure.layout, figure.data, width), config);
 }
 
 // One figure a task: those at the top show while the others are still to come.
@@ -65,6 +75,13 @@ document.getElementById("scheme").addEventListener("click", () => {
   setScheme(root.dataset.scheme === "dark" ? "light" : "dark");
   if (window.Plotly) drawAll();
 });
+
+// The link of the section that is being read.
+const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
+const reading = new IntersectionObserver((entries) => {
+  for (const entry of entries) links.get(entry.target.id)?.classList.toggle("here", entry.isIntersecting);
+}, { rootMargin: "-20% 0px -70% 0px" });
+document.querySelectorAll("section").forEach((section) => reading.observe(section));
 
 if (figures.length) {
   unpack().then(drawAll).catch((error) => {

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `oktopk train` trains: a task has the data, the model, the loss and the metrics.
 
 base       `Task`, which every task implements, and `Metric`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Task`: what is trained. The trainer does everything else.
 
 A task has `num_train` examples to train on and `num_test` to validate with, numbered from 0. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random numbers for examples, from a hash: a generator for each example would take longer."""
 
 from __future__ import annotations

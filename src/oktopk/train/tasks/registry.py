@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tasks by name, and tasks in Python files of users."""
 
 from __future__ import annotations

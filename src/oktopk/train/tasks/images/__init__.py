@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Image classification: ResNet-20 or VGG-16 on folders of images.
 
 options   the settings of the task

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random shifts and flips of training images, as is usual for CIFAR-10."""
 
 from __future__ import annotations

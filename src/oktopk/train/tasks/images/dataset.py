@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Images and labels in memory, of files or of scikit-learn's digits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Images of files, decoded once: one array in a file that all processes map into memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which images a folder or a zip archive has, and of which classes.
 
     DATA/train/CLASS/*.jpg and DATA/test/CLASS/*.jpg   a folder

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ResNet-20 for small images (He et al. 2015, section 4.2).
 
 A convolution, then 3 stages of 3 blocks with 16, 32 and 64 channels, then a linear layer. Where a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Images`: normalised and augmented images, cross entropy, accuracy."""
 
 from __future__ import annotations

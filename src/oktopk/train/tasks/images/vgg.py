@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """VGG-16 with batch norm for images of 32 x 32 (Simonyan and Zisserman 2014).
 
 Thirteen convolutions in 5 stages, each of which halves the image, then one linear layer, as is

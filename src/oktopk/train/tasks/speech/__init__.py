@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speech recognition: lstman4 on AN4, or on a corpus from a speech synthesizer.
 
 options   the settings of the task

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode log probabilities of characters by frame to text: greedy, or by prefix beam search."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lstman4: two convolutions over the spectrogram, LSTM layers, and a character for every frame.
 
 At its full size (hidden 800, 5 layers, 32 channels) it has 27,569,568 parameters in 40 tensors. Two

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings of the speech task. The defaults are those of the original code for lstman4."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Speech`: utterances in batches, the CTC loss, and error rates of decoded text."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Language modelling: a GPT predicts the next character of a text.
 
 options   the settings of the task

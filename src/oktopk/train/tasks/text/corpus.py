@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The text of the task as numbers, one for each different character."""
 
 from __future__ import annotations

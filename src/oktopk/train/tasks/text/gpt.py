@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A GPT: a decoder-only transformer with pre-norm blocks, learned positions and no biases.
 
 Structure and initialisation are those of GPT-2 (Radford et al. 2019) without its biases, as in

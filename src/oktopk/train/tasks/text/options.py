@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings of the text task. The defaults are nanoGPT's for CPUs."""
 
 from __future__ import annotations

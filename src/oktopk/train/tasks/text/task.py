@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Text`: random crops of a text to train on, fixed ones to validate with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AN4 as CMU distributes it: lists of files and transcripts in `etc/`, recordings in `wav/`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One recording as 16 kHz mono samples in [-1, 1), and checks of its file.
 
 libsndfile reads WAV, FLAC and NIST sphere. It accepts a file that ends early, so the size in the

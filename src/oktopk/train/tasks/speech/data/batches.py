@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which rank gets which utterances in which step, and the tensors of a batch.
 
 All random numbers are a function of (seed, epoch, utterance), so they do not change when a run is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`oktopk data ...`: get data, check it, repair its manifests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A program that synthesizes speech with espeak-ng. It uses the standard library only.
 
     python espeak.py LIBRARY DATA < requests > samples

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spectrograms, computed once: magnitudes in one file that all processes map into memory.
 
 As in the original code: 20 ms windows (320 samples, symmetric Hamming) every 10 ms, centred, with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Characters and their numbers: the 29 labels of the original code, the blank first."""
 
 from __future__ import annotations

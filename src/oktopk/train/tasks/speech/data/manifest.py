@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Manifests: lines of `recording,transcript file`, paths relative to the manifest."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`DataError`: all problems with the data in one message, before training starts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Repair manifests that have the absolute paths of another machine."""
 
 from __future__ import annotations

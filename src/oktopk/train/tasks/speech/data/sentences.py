@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A grammar of sentences like those in AN4: digits, dates, spelled names, commands."""
 
 # ruff: noqa: SIM905 (lists of words are easier to read as text)

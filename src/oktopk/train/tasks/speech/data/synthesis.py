@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A corpus like AN4 from a speech synthesizer: no download, and one seed gives the same bytes."""
 
 # ruff: noqa: SIM905 (lists of words are easier to read as text)
@@ -7,19 +8,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
-from numpy.random import Generator, default_rng
+from numpy.random import default_rng
 
 from oktopk.train.tasks.speech.data import espeak
 from oktopk.train.tasks.speech.data.audio import RATE, write_wav
 from oktopk.train.tasks.speech.data.manifest import Utterance, write_manifest
 from oktopk.train.tasks.speech.data.problems import DataError, extra
 from oktopk.train.tasks.speech.data.sentences import sentence
+from oktopk.utils.progress import TimeLeft
 
 TRAIN, TEST, SEED = 800, 100, 1
 MOST = 10**6
@@ -76,22 +80,28 @@ def synthesize_corpus(
     if seed < 0:
         raise DataError([f"the seed must not be negative, got {seed}"])
     parts = [_script("train", train, seed), _script("val", test, seed)]
-    sounds = iter(_synthesize([speaker.request(text) for part in parts for speaker, text in part]))
+    sounds = _synthesize([speaker.request(text) for part in parts for speaker, text in part])
     manifests = []
-    for number, (part, lines) in enumerate(zip(("train", "val"), parts, strict=True)):
-        folder = Path(out) / part
-        folder.mkdir(parents=True, exist_ok=True)
-        pairs = []
-        for i, (speaker, text) in enumerate(lines):
-            samples = _add_noise(next(sounds), default_rng([2, seed, number, i]))
-            audio = folder / f"an{i:04}-{speaker.name}-b.wav"
-            transcript = audio.with_suffix(".txt")
-            write_wav(audio, samples)
-            transcript.write_text(text + "\n")
-            pairs.append((Utterance(audio, text, len(samples) / RATE), transcript))
-        manifests.append((Path(out) / f"spoken_{part}_manifest.csv", pairs))
+    with closing(sounds), TimeLeft("utterances spoken", train + test) as progress:
+        for number, (part, lines) in enumerate(zip(("train", "val"), parts, strict=True)):
+            folder = Path(out) / part
+            folder.mkdir(parents=True, exist_ok=True)
+            pairs = []
+            for i, (speaker, text) in enumerate(lines):
+                samples = _add_noise(next(sounds), default_rng([2, seed, number, i]))
+                audio = folder / f"an{i:04}-{speaker.name}-b.wav"
+                pairs.append(_write(audio, samples, text))
+                progress(number * train + i + 1)
+            manifests.append((Path(out) / f"spoken_{part}_manifest.csv", pairs))
     first, second = (write_manifest(path, pairs) for path, pairs in manifests)
     return first, second
+
+
+def _write(audio: Path, samples: np.ndarray, text: str) -> tuple[Utterance, Path]:
+    transcript = audio.with_suffix(".txt")
+    write_wav(audio, samples)
+    transcript.write_text(text + "\n")
+    return Utterance(audio, text, len(samples) / RATE), transcript
 
 
 def _script(part: str, count: int, seed: int) -> list[tuple[Speaker, str]]:
@@ -107,7 +117,7 @@ def _script(part: str, count: int, seed: int) -> list[tuple[Speaker, str]]:
     ]
 
 
-def _speaker(part: str, number: int, chance: Generator) -> Speaker:
+def _speaker(part: str, number: int, chance: np.random.Generator) -> Speaker:
     """The next voice of the list, so that all are used, with random accent, pitch and speed."""
     variant = VOICES[part][number % len(VOICES[part])]
     accent = str(chance.choice(list(ACCENTS)))
@@ -121,8 +131,8 @@ def _speaker(part: str, number: int, chance: Generator) -> Speaker:
     )
 
 
-def _synthesize(requests: list[dict[str, Any]]) -> list[np.ndarray]:
-    """Samples at 16 kHz for each request, from a new process; see `espeak` for the reason."""
+def _synthesize(requests: list[dict[str, Any]]) -> Generator[np.ndarray, None, None]:
+    """Yield samples at 16 kHz for each request, from a new process; see `espeak` for the reason."""
     loader = extra("espeakng_loader")
     with TemporaryDirectory() as folder:
         data = Path(loader.get_data_path())
@@ -131,23 +141,32 @@ def _synthesize(requests: list[dict[str, Any]]) -> list[np.ndarray]:
             short.symlink_to(data, target_is_directory=True)
             data = short
         command = [sys.executable, "-I", espeak.__file__, loader.get_library_path(), str(data)]
-        lines = "".join(json.dumps(request) + "\n" for request in requests)
-        done = subprocess.run(command, input=lines.encode(), capture_output=True, check=False)
-    if done.returncode != 0:
-        reason = done.stderr.decode(errors="replace").strip().splitlines()
-        raise DataError([reason[-1] if reason else f"espeak-ng ended with {done.returncode}"])
-    return _decode(done.stdout)
+        asked, said = Path(folder) / "requests", Path(folder) / "errors"
+        asked.write_text("".join(json.dumps(request) + "\n" for request in requests))
+        with asked.open("rb") as input, said.open("wb") as errors:
+            process = subprocess.Popen(command, stdin=input, stdout=subprocess.PIPE, stderr=errors)
+        with process:
+            assert process.stdout is not None
+            try:
+                yield from _decode(process.stdout)
+            except BaseException:  # nobody takes the rest
+                process.kill()
+                raise
+        if process.returncode != 0:
+            reason = said.read_text(errors="replace").strip().splitlines()
+            raise DataError(
+                [reason[-1] if reason else f"espeak-ng ended with {process.returncode}"]
+            )
 
 
-def _decode(answers: bytes) -> list[np.ndarray]:
-    """The answers of `espeak` as samples at 16 kHz."""
-    sounds, position = [], 0
-    while position < len(answers):
-        rate, count = np.frombuffer(answers, "<i4", 2, position)
-        samples = np.frombuffer(answers, np.int16, count, position + 8)
-        sounds.append(resample(samples / 32_768, int(rate)))
-        position += 8 + 2 * int(count)
-    return sounds
+def _decode(answers: IO[bytes]) -> Iterator[np.ndarray]:
+    """Yield the answers of `espeak` as samples at 16 kHz, as they come."""
+    while len(header := answers.read(8)) == 8:
+        rate, count = map(int, np.frombuffer(header, "<i4", 2))
+        samples = answers.read(2 * count)
+        if len(samples) < 2 * count:  # the process was killed: its exit code says so
+            return
+        yield resample(np.frombuffer(samples, np.int16) / 32_768, rate)
 
 
 def resample(samples: np.ndarray, rate: int) -> np.ndarray:
@@ -164,7 +183,7 @@ def resample(samples: np.ndarray, rate: int) -> np.ndarray:
     return whole[: len(samples) * RATE // rate]
 
 
-def _add_noise(samples: np.ndarray, chance: Generator) -> np.ndarray:
+def _add_noise(samples: np.ndarray, chance: np.random.Generator) -> np.ndarray:
     """Add silence before and after, set the level, and add white to pink noise."""
     before, after = chance.integers(RATE // 10, RATE // 4, 2)
     loudness = chance.uniform(0.2, 0.7) / np.abs(samples).max()

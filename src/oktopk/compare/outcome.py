@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The outcome of a comparison without a target: metric, bytes and time beside the dense run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from oktopk.compare.results import Row
+from oktopk.compare.verdict import network_of, reference_of
+from oktopk.runlog.reader import RunLog
+from oktopk.runlog.schema import MetricInfo
+
+FEWER = 1.05
+"""Ratios of bytes or time below it are called equal."""
+
+
+def outcome(runlogs: Sequence[RunLog], rows: Sequence[Row], metric: MetricInfo) -> str:
+    """The run with the best metric beside its dense run; empty if no run has the metric."""
+    finished = [
+        (value, i)
+        for i, row in enumerate(rows)
+        if row.state == "finished" and (value := row.metrics.get(metric.name)) is not None
+    ]
+    others = [pair for pair in finished if reference_of(runlogs, runlogs[pair[1]]) != pair[1]]
+    if not others:
+        return ""
+    value, best = (max if metric.higher_is_better else min)(others)
+    text = f"{rows[best].setting} ended with {metric.label} {value:.3f}{network_of(runlogs)}"
+    reference = reference_of(runlogs, runlogs[best])
+    known = rows[reference].metrics.get(metric.name) if reference is not None else None
+    if reference is None or known is None:
+        return f"{text}."
+    beside = f"{rows[reference].setting} with {known:.3f}"
+    return f"{text}, and {beside}; it sent {_bytes(rows[best], rows[reference])}."
+
+
+def _bytes(row: Row, reference: Row) -> str:
+    """How many times fewer bytes, and how long a step took."""
+    ratio = reference.bytes_sent / (row.bytes_sent or 1)
+    sent = f"{ratio:.1f} times fewer bytes" if ratio >= FEWER else "as many bytes"
+    if not row.ms_per_step or not reference.ms_per_step:
+        return sent
+    times = f"{row.ms_per_step:.0f} ms instead of {reference.ms_per_step:.0f} ms"
+    return f"{sent}, and a step took {times}"

@@ -67,7 +67,7 @@ def run_folder(desk: Desk) -> Input:
     shutil.copytree(
         desk.base / "runs/tiny", folder, ignore=shutil.ignore_patterns("*.html", "*.pt")
     )
-    path = folder / rng.choice(("config.toml", "metrics.jsonl", "checkpoints", "tensorboard", "."))
+    path = folder / rng.choice(("config.toml", "metrics.jsonl", "checkpoints", "."))
     how = rng.choice(("gone", "empty", "folder", "binary", "loop"))
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     if how in ("empty", "binary"):

@@ -120,6 +120,13 @@ def test_help_shows_the_values_that_will_be_used(oktopk, capsys):
         assert f"task {config.task}:" in said
 
 
+def test_the_flags_of_a_config_that_is_wrong_are_not_blamed(oktopk, tmp_path, capsys):
+    (tmp_path / "mine.toml").write_text('task = "text"\nlr = -1\n')
+    for flag in ("--context", "--contxt"):  # a flag of that task, and none
+        assert oktopk("train", "--config", "mine.toml", flag, "8") == 2
+        assert capsys.readouterr().err.startswith("oktopk train: mine.toml: lr must be ")
+
+
 def test_every_setting_is_in_a_group():
     for task in TASKS:
         below = innermost(parser(["train", "--task", task]), ["train"])

@@ -88,7 +88,7 @@ def parse(argv: Sequence[str]) -> Namespace:
         own.print_help()
         sys.exit(0)
     if unknown:
-        _check_task(own, args)
+        _check_config(own, args)
         own.error(_unknown(unknown, flags_of(own)))
     return args
 
@@ -100,15 +100,15 @@ def _unknown(words: list[str], known: Sequence[str]) -> str:
     return f"unrecognized arguments: {' '.join(words)}{hint(name, known)}"
 
 
-def _check_task(own: ArgumentParser, args: Namespace) -> None:
-    """Exit if the task cannot be loaded: that is why its flags are unknown."""
-    if not hasattr(args, "task"):
+def _check_config(own: ArgumentParser, args: Namespace) -> None:
+    """Exit if config or task cannot be loaded: that is why flags are unknown."""
+    if not hasattr(args, "config"):
         return
-    from oktopk.train.config import specs
+    from oktopk.train.config import load
 
     try:
-        specs(args.task)
-    except ValueError as error:
+        load(args.config or "", getattr(args, "task", ""))
+    except (ValueError, OSError) as error:
         own.exit(2, f"{own.prog}: {error}\n")
 
 

@@ -28,14 +28,17 @@ class Command:
     help: str
     examples: tuple[str, ...]
     fill: Callable[[argparse.ArgumentParser, list[str]], Run]
-    """Adds the flags for a command line, which may decide which flags there are."""
+    """Adds the flags for a command line, which may decide which flags there are.
+
+    It also imports what takes long: until a command runs, a signal ends the process at once.
+    """
 
 
 def _methods(_: argparse.ArgumentParser, __: list[str]) -> Run:
-    def run(_: argparse.Namespace) -> int:
-        from oktopk.methods import METHODS
-        from oktopk.utils.tables import print_table
+    from oktopk.methods import METHODS
+    from oktopk.utils.tables import print_table
 
+    def run(_: argparse.Namespace) -> int:
         head = ["method", "words sent per rank and step", "what it does"]
         print_table(head, [[name, m.words, m.summary] for name, m in METHODS.items()])
         sys.stdout.write("n elements, k kept, P ranks; headers apart (docs/algorithms.md)\n")
@@ -45,6 +48,8 @@ def _methods(_: argparse.ArgumentParser, __: list[str]) -> Run:
 
 
 def _check(parser: argparse.ArgumentParser, argv: list[str]) -> Run:
+    from oktopk.check import check
+
     parser.add_argument(
         "--workers",
         type=number_in_range(int, 1, MOST_WORKERS),
@@ -60,12 +65,7 @@ def _check(parser: argparse.ArgumentParser, argv: list[str]) -> Run:
         help="how long to wait for a rank (%(default)g)",
     )
 
-    def run(args: argparse.Namespace) -> int:
-        from oktopk.check import check
-
-        return check(args.workers, args.timeout, args.quick, argv)
-
-    return run
+    return lambda args: check(args.workers, args.timeout, args.quick, argv)
 
 
 def _bench(parser: argparse.ArgumentParser, argv: list[str]) -> Run:

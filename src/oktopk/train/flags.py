@@ -35,7 +35,7 @@ def config_of(argv: Sequence[str]) -> Config:
         found, _ = words.parse_known_args(argv)
     except (argparse.ArgumentError, SystemExit):
         return load()
-    for config, task in ((found.config, found.task), ("", found.task), ("", _task_in(found))):
+    for config, task in ((found.config, found.task), ("", found.task or _task_in(found))):
         with suppress(ValueError, OSError):
             return load(config, task)
     return load()

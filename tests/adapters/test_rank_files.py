@@ -60,5 +60,5 @@ def test_states_are_saved_once_and_the_last_ones_kept(tmp_path, keep, left):
 
 def test_a_step_that_was_not_saved_is_named(tmp_path):
     checkpoint = PeriodicCheckpoint(tmp_path, every=2, keep=2)
-    with pytest.raises(FileError, match="step-5: no rank has saved .* after steps: none"):
+    with pytest.raises(FileError, match=r"step-5: no rank has saved .* after steps: none"):
         checkpoint.check(5)

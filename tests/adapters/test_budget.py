@@ -153,7 +153,9 @@ def trained(comm, steps: range, state=None, **more) -> tuple:
         optimizer.load_state_dict(state[0])
         handle.load_state_dict(state[1])
     seen = []
-    handle.on_step = lambda stats: seen.append((stats.k, handle.settings.wire, stats.stages))
+    handle.on_step = lambda stats: seen.append(
+        (stats.k, handle.settings.wire, stats.stages, (stats.local, stats.result))
+    )
     take_steps(net, optimizer, comm.rank, steps)
     states = optimizer.state_dict(), handle.state_dict()
     handle.close()
@@ -166,10 +168,12 @@ def test_local_steps_send_more_where_there_is_time(scripted, P):
     weights, seen, _, handle = ranks[0]
     assert all(same(weights, other[0]) for other in ranks)
     assert handle.settings.density == max(DENSITIES)
-    ks = [k for k, _, _ in seen]
+    ks = [k for k, *_ in seen]
     assert ks[0] == ks[1] == ks[2] < ks[3] == ks[-1]  # revised in exchange 2, valid from 3 on
-    told = [stages["budget"].header_sent if "budget" in stages else 0 for _, _, stages in seen]
+    told = [stages["budget"].header_sent if "budget" in stages else 0 for _, _, stages, _ in seen]
     assert told == [0, 0, 16 * (P - 1), 0, 16 * (P - 1), 0]  # two float64 to each other rank
+    for k, _, _, counts in seen:  # k means k, also right after it has changed
+        assert all(abs(count - k) <= 0.1 * k for count in counts), (k, counts)
 
 
 def test_a_resumed_run_chooses_as_one_that_never_stopped(scripted):
@@ -188,7 +192,7 @@ def test_a_resumed_run_chooses_as_one_that_never_stopped(scripted):
 
 def test_the_codec_stays_if_it_was_asked_for(scripted):
     ((_, seen, _, _),) = simulate(1, lambda comm: trained(comm, range(12), wire="int8"))
-    assert {wire for _, wire, _ in seen} == {"int8"}
+    assert {wire for _, wire, *_ in seen} == {"int8"}
 
 
 @pytest.mark.parametrize(

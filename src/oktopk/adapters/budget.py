@@ -155,8 +155,8 @@ def start_budget(
     parameters: Sequence[torch.Tensor],
     comm: Comm,
 ) -> Budget | None:
-    """Probe network, kernels and codecs; None without options. Collective."""
-    if options is None:
+    """Probe network, kernels and codecs; None without options, or if all is dense. Collective."""
+    if options is None or settings.method == "dense":
         return None
     numel, device = sum(p.numel() for p in parameters), parameters[0].device
     wide = any(p.dtype == torch.float64 for p in parameters)

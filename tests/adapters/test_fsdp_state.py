@@ -113,14 +113,14 @@ def test_another_mesh_keeps_the_sum_of_residuals(worlds, tmp_path, old, new):
 
 
 def wrong_states(group) -> list[str]:
-    site, texts = attached(2, "sgd"), []
+    site, texts, rank = attached(2, "sgd"), [], dist.get_rank()
     right = site.handle.state_dict()
     (text,) = right["metadata"].values()
     wrong = [
         {},
         right | {"metadata": {}},
-        right | {"metadata": {"0-0": text.replace('"shard": ', '"shard": 1')}},
-        right | {"metadata": {"0-0": text.replace('"world_size": 2', '"world_size": 9')}},
+        right | {"metadata": {"0-0": text.replace(f'"rank": {rank}', f'"rank": {(rank + 1) % 4}')}},
+        right | {"metadata": {"0-0": text.replace('"world_size": 4', '"world_size": 8')}},
     ]
     for state in wrong:
         with pytest.raises(StateError) as error:

@@ -30,7 +30,7 @@ from oktopk.adapters.fsdp.validation import as_group, check_grid, check_model, c
 from oktopk.adapters.handle import Connection
 from oktopk.adapters.policy import Policy
 from oktopk.adapters.validation import check_types, time_limit
-from oktopk.engine.buckets import check_indexable
+from oktopk.engine.buckets import MAX_INDEXABLE, check_indexable
 from oktopk.engine.shards import ShardGroup
 from oktopk.optim.presets import (
     Choices,
@@ -131,6 +131,7 @@ def attach_fsdp(
         schedule=() if schedule is None else schedule,
         max_beta1=max_beta1,
         wire=wire,
+        group_numel=MAX_INDEXABLE,  # all at once: there is no backward left to hide behind
         exact_every=exact_every,
         bounds_every=bounds_every,
         on_nonfinite=on_nonfinite,

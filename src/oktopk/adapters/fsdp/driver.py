@@ -114,8 +114,9 @@ class ShardDriver(GradientDriver[ShardLayout]):
         self.report(stats)
 
     def forget(self) -> None:
-        """Forget what a backward that failed before its end has handed over."""
-        self._reduced = Reduced()
+        """Forget what backwards have handed over since the last exchange: the last one raised, and
+        gradients that were accumulated before it are incomplete with it."""
+        self._reduced, self._partial = Reduced(), {}
 
     def _check_first(self, like: Tensor) -> None:
         """Compare what only the first step shows, on both axes; at the start the weights too."""

@@ -45,7 +45,8 @@ class FSDPHandle(BaseHandle[ShardDriver]):
             logs=self._everyone.rank == 0,
         )
         self._backward = -1
-        """The number that autograd gave to the backward whose end is awaited."""
+        """The number that autograd gave to the backward whose end is awaited; -1 if none is. One
+        that raised never ends."""
 
         self._finalizer = weakref.finalize(self, connection.failure_detector.close)
         for number, module in enumerate(parameters.modules):
@@ -160,8 +161,9 @@ class FSDPHandle(BaseHandle[ShardDriver]):
         with self._failing_together():
             backward = torch._C._current_graph_task_id()
             if backward != self._backward:  # the first of this backward
+                if self._backward >= 0:
+                    self.driver.forget()
                 self._backward = backward
-                self.driver.forget()
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             self.driver.take(number, flat)
 

@@ -150,6 +150,10 @@ class BaseHandle(ABC, Generic[AnyDriver]):
         """
         self.load_state_dict(read_states(Path(folder), self.comm.rank, self.comm.size))
 
+    @abstractmethod
+    def close(self) -> None:
+        """End the exchange and release its connections."""
+
     def gathered_state_dict(self) -> dict[str, Any]:
         """The states of all ranks, on every rank. A collective: all ranks must call it.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks as debugging_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 from oktopk.adapters.ddp.attach import attach
 from oktopk.adapters.handle import BaseHandle
@@ -86,7 +86,7 @@ def _backward(model: DistributedDataParallel) -> float:
     return perf_counter() - start
 
 
-def _optimizer_step(stream: Stream, optimizer: SGD) -> float:
+def _optimizer_step(stream: Stream, optimizer: Optimizer) -> float:
     """Change the weights by the next gradient; the seconds of that and of its exchange."""
     stream.zero_grad(set_to_none=True)
     stream().backward()

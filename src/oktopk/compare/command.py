@@ -171,6 +171,7 @@ def train(
 ) -> bool:
     """Train one run unless it is finished. Returns whether it finished."""
     directory, log = directory_of(run), log_of(run)
+    log.parent.mkdir(parents=True, exist_ok=True)
     before = read_runlog(directory)
     if before.finished:
         print_line(f"{place}: {result_line(before, target)} (trained before)")

@@ -129,11 +129,13 @@ def choose(
     A density above the present one must leave some headroom. Where no density fits, it is the
     lowest one.
     """
+
+    def fastest(density: float) -> Choice:
+        choices = (Choice(density, wire) for wire in wires)
+        return min(choices, key=lambda each: speeds.predict(each, what))
+
     for density in reversed(DENSITIES):
-        fastest = min(
-            (Choice(density, wire) for wire in wires), key=lambda each: speeds.predict(each, what)
-        )
         room = limit * (HEADROOM if density > now.density else 1.0)
-        if speeds.predict(fastest, what) <= room:
-            return fastest
-    return fastest
+        if speeds.predict(fastest(density), what) <= room:
+            return fastest(density)
+    return fastest(DENSITIES[0])

@@ -26,8 +26,11 @@ from oktopk.utils.device import to_host
 class Shards(Protocol):
     """Which shard of the model this rank exchanges, of how many."""
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
 
     def num_sparse(self, buckets: Buckets) -> int:
         """Entries of the whole model that travel sparse."""

@@ -58,7 +58,7 @@ class OktopkCallback(TrainerCallback):
         """Attach the wrapped model; load the state of the checkpoint that is resumed from."""
         if self.handle is not None:
             self.handle.close()  # of a `train` that raised
-        trainer = self._trainer
+        trainer: Any = self._trainer  # its own types leave open what `train` has set by now
         options: AttachOptions = {"total_steps": state.max_steps, **self._options}
         scaler = trainer.accelerator.scaler
         self.handle = attach_wrapped(trainer.model_wrapped, trainer.optimizer, scaler, **options)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -72,7 +72,7 @@ def attach_wrapped(
         if options.get("verbose", True):
             announce("one process: there is nothing to exchange")
         return Unattached()
-    return attach(inner, optimizer=optimizer, scaler=scaler, **options)
+    return attach(cast("Any", inner), optimizer=optimizer, scaler=scaler, **options)  # it checks
 
 
 def load_if_saved(handle: Handle | Unattached, folder: str | os.PathLike[str]) -> None:

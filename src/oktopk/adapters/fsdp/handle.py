@@ -10,8 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader
 
 from oktopk.adapters.fsdp import state as fsdp_state
 from oktopk.adapters.fsdp.driver import ShardDriver
@@ -104,16 +106,16 @@ class FSDPHandle(BaseHandle[ShardDriver]):
         checkpoint_id: Any = None,
         *,
         key: str = "oktopk",
-        storage_reader: dcp.StorageReader | None = None,
+        storage_reader: StorageReader | None = None,
     ) -> None:
         """Load a state that `torch.distributed.checkpoint` saved under `key`, on any mesh.
 
         Every rank must call it. The arguments are those of `dcp.load`.
         """
-        reader = storage_reader or dcp.FileSystemReader(checkpoint_id)
+        reader = storage_reader or FileSystemReader(checkpoint_id)
         keys = reader.read_metadata().state_dict_metadata
         template = {key: self._template(*fsdp_state.saved_mesh(keys, key))}
-        dcp.load(template, storage_reader=reader)
+        load(template, storage_reader=reader)
         self.load_state_dict(template[key])
 
     def gathered_state_dict(self) -> dict[str, Any]:

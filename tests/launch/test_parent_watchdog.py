@@ -60,7 +60,9 @@ def test_a_variable_that_names_no_pipe_is_ignored(monkeypatch, text):
 def test_every_command_watches_its_parent():
     theirs, ours = os.pipe()
     os.close(ours)
-    command = "import time; from oktopk import cli; cli.parser = lambda: time.sleep(20); cli.main()"
+    command = (
+        "import time; from oktopk import cli; cli.parse = lambda _: time.sleep(20); cli.main()"
+    )
     variables = environment(OKTOPK_PARENT_PIPE=str(theirs))
     done = subprocess.run(
         [sys.executable, "-c", command], env=variables, pass_fds=[theirs], timeout=99, check=False

@@ -230,7 +230,11 @@ def make_config(**values: Any) -> Config:
             raise ValueError(f"task {task} has no setting {shown(name)}{nearest(name, known)}")
     own = {name: value for name, value in values.items() if name not in COMMON}
     common = {name: value for name, value in values.items() if name in COMMON}
-    return Config(**common, options=options_type(task)(**own))
+    kind = options_type(task)
+    unknown = [name for name in own if name not in specs_of(kind)]
+    if unknown:
+        raise ValueError(f"the task {task} has no setting {shown(unknown[0])}")
+    return Config(**common, options=kind(**own))
 
 
 def with_settings(config: Config, **changed: Any) -> Config:

@@ -169,7 +169,7 @@ def attach(
     parameters = DDPParameterLayout(model, policy or Policy())
     job = _Job(model, parameters, scaling, timeout, method, choices)
     handle = _start(job, settings, options, on_step, comm)
-    precompile(handle.settings, parameters.dtype, parameters.device)
+    precompile(handle.settings, parameters.parameters.values())
     if handle.comm.rank == 0:
         _tell(handle, total_steps, verbose=verbose)
     return handle

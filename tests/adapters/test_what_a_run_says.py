@@ -222,7 +222,7 @@ def signatures():
     return {(d.py_func.__qualname__, str(s)) for d in ours for s in d.nopython_signatures
             if d.py_func.__module__.startswith("oktopk")}
 
-precompile.precompile(Settings(warmup_steps=5), torch.float32, torch.device("cpu"))
+precompile.precompile(Settings(warmup_steps=5), [torch.zeros(1)])
 precompile.wait()
 before = signatures()
 assert len(before) > 10, before

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
 
 WIDTH, BATCH, NUM_STEPS, STOP = 48, 4, 10, 6
 SPARSE = {"density": 0.05, "warmup_steps": 2, "ramp_steps": 2, "verbose": False}
@@ -55,3 +58,37 @@ def result(model: nn.Module, handle) -> dict:
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     residuals = {name: r.clone() for name, r in handle.residuals.items()}
     return {"weights": weights, "residuals": residuals, "step": handle.step}
+
+
+def ray_worker(config: dict) -> None:
+    """One worker, from the checkpoint that Ray has, if it has one, to the step `last`."""
+    import ray.train
+    import ray.train.torch
+
+    from oktopk.integrations.ray import attach
+
+    inner = net()
+    optimizer = torch.optim.AdamW(inner.parameters(), lr=1e-2)
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            saved = torch.load(f"{folder}/model.pt", weights_only=True)
+        inner.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    model = ray.train.torch.prepare_model(inner)
+    handle = attach(model, optimizer, **SPARSE)
+    rank = ray.train.get_context().get_world_rank()
+    batches = list(DataLoader(dataset(), batch_size=BATCH))[rank::2]
+    for step in range(handle.step, config["last"]):
+        optimizer.zero_grad()
+        x, y = batches[step]
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    with tempfile.TemporaryDirectory() as folder:
+        handle.save(folder)
+        if rank == 0:
+            states = {"model": inner.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(states, f"{folder}/model.pt")
+        torch.save(result(inner, handle), Path(config["folder"]) / f"{config['name']}-{rank}.pt")
+        ray.train.report({}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+    handle.close()

@@ -310,14 +310,13 @@ def lightning_run(folder: str, stop: int, ckpt_path: str | None) -> dict:
         accelerator="cpu",
         devices=2,
         strategy="ddp",
-        max_steps=stop,
+        max_epochs=stop // 2,
         callbacks=[added],
         use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        barebones=False,
     )
     module = Module()
     trainer.fit(module, DataLoader(mine, batch_size=BATCH), ckpt_path=ckpt_path)

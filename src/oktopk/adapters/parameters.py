@@ -34,11 +34,6 @@ class ParameterLayout:
         return next(iter(self.parameters.values())).device
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the first parameter, and so of the gradients unless parameters are of several."""
-        return next(iter(self.parameters.values())).dtype
-
-    @property
     def frozen(self) -> list[str]:
         """Names of the parameters that are not trained."""
         return [name for name in self._names.values() if name not in self.parameters]

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from oktopk import kernels
 from oktopk.comm.communicator import Comm
@@ -31,13 +33,18 @@ _threads: dict[tuple[object, ...], threading.Thread] = {}
 """By what decides which kernels are needed. A key is never removed: a process compiles once."""
 
 
-def precompile(settings: Settings, dtype: torch.dtype, device: torch.device) -> None:
+def precompile(settings: Settings, parameters: Iterable[Tensor]) -> None:
     """Start compiling what a run needs, unless it starts without a warm-up to hide it behind.
 
-    Only for CPUs: Triton's kernels are compiled for the sizes that they are launched with.
+    The gradients are taken to be like the first parameter. Only for CPUs: Triton's kernels are
+    compiled for the sizes that they are launched with.
     """
-    if settings.method == "dense" or settings.warmup_steps == 0 or device.type != "cpu":
+    like = next(iter(parameters), None)
+    if like is None or like.device.type != "cpu":
         return
+    if settings.method == "dense" or settings.warmup_steps == 0:
+        return
+    dtype = like.dtype
     key = (settings.method, settings.wire, settings.scope, settings.average, dtype)
     key += (settings.staleness_correction, settings.density == 1)
     if key in _threads:

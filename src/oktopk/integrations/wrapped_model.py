@@ -10,10 +10,7 @@ from typing import Any, Unpack, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from oktopk.adapters.ddp.attach import attach
 from oktopk.adapters.ddp.handle import Handle
@@ -60,13 +57,16 @@ class Unattached:
 
 
 def attach_wrapped(
-    model: nn.Module,
-    optimizer: Optimizer | LRScheduler | None,
+    model: Any,
+    optimizer: Any,
     scaler: torch.amp.GradScaler | None = None,
     **options: Unpack[AttachOptions],
 ) -> Handle | Unattached:
-    """Attach to a model as a framework has wrapped it, perhaps compiled after that."""
-    inner = getattr(model, "_orig_mod", model)  # of torch.compile
+    """Attach to a model as a framework has wrapped it, perhaps compiled after that.
+
+    `attach` checks what model and optimizer are: frameworks declare less than they return.
+    """
+    inner: Any = getattr(model, "_orig_mod", model)  # of torch.compile
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
     if is_alone and not isinstance(inner, DistributedDataParallel):
         if options.get("verbose", True):

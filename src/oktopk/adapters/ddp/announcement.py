@@ -60,7 +60,7 @@ def expected_bytes(
 def _bytes(settings: Settings, parameters: ParameterLayout, world_size: int) -> str:
     sent, dense = expected_bytes(settings, parameters, world_size)
     if not dense:
-        return "one rank sends nothing"
+        return "there is nothing to send"
     return (
         f"a step will then send about {format_bytes(sent)} per rank instead of "
         f"{format_bytes(dense)} ({100 * sent / dense:.2g} %)"

@@ -203,7 +203,7 @@ def attach(
     parameters = DDPParameterLayout(model, policy)
     job = _Job(model, parameters, scaling, timeout, method, policy, local_group, choices, budget)
     handle = _start(job, settings, options, on_step, comm)
-    precompile(handle.settings, parameters.dtype, parameters.device)
+    precompile(handle.settings, parameters.parameters.values())
     if dist.get_rank(model.process_group) == 0:
         _tell(handle, total_steps, verbose=verbose)
     return handle

@@ -85,8 +85,7 @@ class Handle(BaseHandle[StepDriver]):
         self._staleness = self._staleness_correction()
         if self._checkpoint is not None:
             self._save_after_steps()
-        parameters = self.driver.parameters
-        precompile(self.settings, parameters.dtype, parameters.device)
+        precompile(self.settings, self.driver.parameters.parameters.values())
         if self.comm.rank == 0:
             warn_if_unknown(self.settings, scaling.optimizer)
             if self.driver.options.verbose:

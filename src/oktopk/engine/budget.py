@@ -128,11 +128,13 @@ def choose(
     A density above the present one must leave some headroom. Where no density fits, it is the
     lowest one.
     """
-    for density in reversed(DENSITIES):
-        fastest = min(
-            (Choice(density, wire) for wire in wires), key=lambda each: speeds.predict(each, what)
-        )
-        room = limit * (HEADROOM if density > now.density else 1.0)
-        if speeds.predict(fastest, what) <= room:
-            return fastest
-    return fastest
+
+    def seconds(choice: Choice) -> float:
+        return speeds.predict(choice, what)
+
+    fastest = [min((Choice(density, wire) for wire in wires), key=seconds) for density in DENSITIES]
+    for choice in reversed(fastest):
+        room = limit * (HEADROOM if choice.density > now.density else 1.0)
+        if seconds(choice) <= room:
+            return choice
+    return fastest[0]

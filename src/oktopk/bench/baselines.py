@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any
 
 import torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks as debugging_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from oktopk.adapters.ddp.attach import attach
-from oktopk.adapters.handle import BaseHandle
+from oktopk.adapters.ddp.handle import Handle
+from oktopk.adapters.local_steps.handle import LocalSteps
 from oktopk.adapters.local_steps.local_steps import local_steps
 from oktopk.baselines.base import BaselineOptions
 from oktopk.baselines.hooks import HOOKS, ONE_BUCKET, Hook, without_state
@@ -46,7 +46,7 @@ class Started:
     step: Callable[[], float]
     """Makes a gradient, exchanges it, and returns the seconds of that."""
 
-    handle: BaseHandle[Any] | None
+    handle: Handle | LocalSteps | None
     """If it is one of ours; its ledger counts."""
 
     bytes_sent: int = 0

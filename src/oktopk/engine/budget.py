@@ -130,12 +130,12 @@ def choose(
     lowest one.
     """
 
-    def fastest(density: float) -> Choice:
-        choices = (Choice(density, wire) for wire in wires)
-        return min(choices, key=lambda each: speeds.predict(each, what))
+    def seconds(choice: Choice) -> float:
+        return speeds.predict(choice, what)
 
-    for density in reversed(DENSITIES):
-        room = limit * (HEADROOM if density > now.density else 1.0)
-        if speeds.predict(fastest(density), what) <= room:
-            return fastest(density)
-    return fastest(DENSITIES[0])
+    fastest = [min((Choice(density, wire) for wire in wires), key=seconds) for density in DENSITIES]
+    for choice in reversed(fastest):
+        room = limit * (HEADROOM if choice.density > now.density else 1.0)
+        if seconds(choice) <= room:
+            return choice
+    return fastest[0]

@@ -64,8 +64,9 @@ class GradientDriver(Driver[Parameters]):
 
     def _announce_phase(self, step: Step) -> None:
         plan, buckets = step.plan, self.engine.buckets
-        is_first = plan.step == self.engine.settings.warmup_steps
-        if plan.phase == "sparse" and is_first and self.verbose and self.comm.rank == 0:
+        is_begin = plan.phase == "sparse" and plan.step == self.engine.settings.warmup_steps
+        is_first = self.comm.rank == 0 and self.engine.shards.rank == 0
+        if is_begin and is_first and self.verbose:
             method = self.engine.settings.method
             announce(
                 f"step {plan.step}: the sparse phase begins, {method} at density {plan.density:g}: "

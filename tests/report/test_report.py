@@ -79,7 +79,7 @@ def runs(worlds, corpus, tmp_path_factory):
 def shown(folder: Path) -> str:
     """The words a person reads at the top."""
     text = report(folder).read_text()
-    opening = text[text.index("<main>") : text.index("<nav>")]
+    opening = re.split("<section|</main>", text[text.index("<main>") :], maxsplit=1)[0]
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", opening))
 
 

@@ -45,9 +45,9 @@ def missing_packages(what: str, *missing: str) -> MissingPackageError:
     needed = dict.fromkeys(EXTRAS.get(name, "train") for name in missing)
     extras = ",".join(name for name in needed if name != "view" or len(needed) == 1)
     verb = "is" if len(missing) == 1 else "are"
+    names = " and ".join(filter(None, [", ".join(missing[:-1]), missing[-1]]))
     return MissingPackageError(
-        f"{what} needs {' and '.join(missing)}, which {verb} not installed: "
-        f"pip install 'oktopk[{extras}]'"
+        f"{what} needs {names}, which {verb} not installed: pip install 'oktopk[{extras}]'"
     )
 
 

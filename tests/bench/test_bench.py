@@ -112,7 +112,7 @@ def test_every_case_in_namespaces(tmp_path):
     assert sent["noop"] == 0
     assert sent["ddp_dense"] == sent["dense"] == 4 * NUMEL == 2 * sent["ddp_fp16"]
     assert sent["oktopk"] < 0.1 * sent["ddp_dense"] == 0.1 * sent["diloco"]
-    assert sent["local_steps"] == pytest.approx(sent["oktopk"], rel=0.2)
+    assert 0 < sent["sparseloco"] < 0.1 * sent["ddp_dense"] > sent["local_steps"] > 0
     assert {r["every"] for r in rows} == {1, 32}
     assert (tmp_path / "b.png").stat().st_size > 5_000
 

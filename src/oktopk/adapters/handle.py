@@ -50,6 +50,9 @@ class BaseHandle(ABC, Generic[AnyDriver]):
     exchanged: Exchanged = "gradients"
     """What the residuals are of: a state of another kind is refused."""
 
+    always_loads_together = False
+    """Whether the ranks wait for each other before the first step, too, when they load a state."""
+
     def __init__(
         self, driver: AnyDriver, connection: Connection, *, method_is_auto: bool = False
     ) -> None:
@@ -193,14 +196,15 @@ class BaseHandle(ABC, Generic[AnyDriver]):
         """Check a state. In the middle of training all ranks load one, or none does.
 
         A rank that loads alone would begin its next step with a consistency check that no other
-        rank expects. Before the first step all ranks do expect it, so no rank has to wait there.
+        rank expects. Before the first step all ranks do expect it, so no rank has to wait there,
+        unless the adapter says so.
         """
         saved, problem = None, None
         try:
             saved = self._parse(state)
         except StateError as error:
             problem = error
-        if self.driver.is_checked:
+        if self.driver.is_checked or self.always_loads_together:
             loaded = "refused" if saved is None else f"of step {saved.metadata.engine.step}"
             try:
                 self._connection.agree_to_load({"the loaded state": loaded}, self.step)

@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import ge
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -367,5 +368,13 @@ def _check_layout(metadata: SavedMetadata, residuals: Mapping[str, Tensor]) -> N
         if layout and named != Counter(residuals.keys()):
             raise StateError("the buckets in the state do not hold each of its parameters once")
     sizes = [sum(residuals[name].numel() for name in bucket) for bucket in metadata.layout]
-    if metadata.engine.numels not in ([], sizes):
+    if not _hold(metadata.engine.numels, sizes, has_padding=metadata.shards > 1):
         raise StateError(f"the buckets in the state have {sizes} entries, not as it says")
+
+
+def _hold(numels: list[int], sizes: list[int], *, has_padding: bool) -> bool:
+    """Whether buckets of `numels` entries hold residuals of `sizes`. Those of a shard are padded to
+    equal shares, which residuals are saved without."""
+    if not numels or numels == sizes:
+        return True
+    return has_padding and len(numels) == len(sizes) and all(map(ge, numels, sizes))

@@ -32,6 +32,10 @@ class FSDPHandle(BaseHandle[ShardDriver]):
     Statistics and residuals are those of this rank's shard.
     """
 
+    always_loads_together = True
+    """The next forward begins with collectives of FSDP, where ranks would wait for one that has
+    refused its state."""
+
     def __init__(self, driver: ShardDriver, connection: Connection) -> None:
         super().__init__(driver, connection)
         self.failure: BaseException | None = None
@@ -92,7 +96,7 @@ class FSDPHandle(BaseHandle[ShardDriver]):
 
         On another mesh the residuals must be those that `load_checkpoint` asks for: with R
         replicas, replica r takes over the residuals of replicas r, r+R, ... Every rank must call
-        it; in the middle of training the ranks wait for each other.
+        it, and they wait for each other: where one of them refuses its state, all of them raise.
         """
         saved = self._read(state)
         with self.driver.engine.lock:

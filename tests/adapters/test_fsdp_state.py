@@ -131,6 +131,9 @@ def wrong_states(group) -> list[str]:
         texts.append(str(error.value))
     with pytest.raises(TypeError, match="not gathered on one rank"):
         site.handle.gathered_state_dict()
+    for by_rank in (site.handle.save, site.handle.load):
+        with pytest.raises(TypeError, match="load it with handle"):
+            by_rank("saved")
     site.handle.close()
     return texts
 

@@ -10,7 +10,6 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from operator import ge
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -368,13 +367,15 @@ def _check_layout(metadata: SavedMetadata, residuals: Mapping[str, Tensor]) -> N
         if layout and named != Counter(residuals.keys()):
             raise StateError("the buckets in the state do not hold each of its parameters once")
     sizes = [sum(residuals[name].numel() for name in bucket) for bucket in metadata.layout]
-    if not _hold(metadata.engine.numels, sizes, has_padding=metadata.shards > 1):
+    if not _hold(metadata.engine.numels, sizes, metadata.shards):
         raise StateError(f"the buckets in the state have {sizes} entries, not as it says")
 
 
-def _hold(numels: list[int], sizes: list[int], *, has_padding: bool) -> bool:
-    """Whether buckets of `numels` entries hold residuals of `sizes`. Those of a shard are padded to
-    equal shares, which residuals are saved without."""
-    if not numels or numels == sizes:
-        return True
-    return has_padding and len(numels) == len(sizes) and all(map(ge, numels, sizes))
+def _hold(numels: list[int], sizes: list[int], shards: int) -> bool:
+    """Whether buckets of `numels` entries are for residuals of `sizes`. Those of shards may have
+    padding, which is not saved, or be a slice of residuals that are saved whole."""
+    if shards == 1 or not numels:
+        return numels in ([], sizes)
+    if len(numels) != len(sizes):
+        return False
+    return all(n * shards >= size for n, size in zip(numels, sizes, strict=True))

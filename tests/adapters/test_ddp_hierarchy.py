@@ -143,12 +143,16 @@ def test_a_nan_on_one_rank_is_skipped_by_all(worlds):
         assert zero and skipped == 1
 
 
-def resumed(group, kind: str, stop: int, old: int, new: int) -> tuple:
-    """A run that never stopped, and one that was resumed with nodes of another size."""
+def resumed(group, kind: str, stop: int, old: int, new: int, folder: str = "") -> tuple:
+    """A run that never stopped, and one that was resumed with nodes of another size.
+
+    From a folder, if one is given, else from the states of all ranks."""
     optimizer = getattr(torch.optim, kind)
     model, stepper, handle = build(SPARSE, nodes(old), optimizer)
     take_steps(model, stepper, range(stop))
     saved = handle.gathered_state_dict()
+    if folder:
+        handle.save(folder)
     kept = {n: p.detach().clone() for n, p in model.module.named_parameters()}
     moments = stepper.state_dict()
     moments = torch.utils._pytree.tree_map(
@@ -161,16 +165,20 @@ def resumed(group, kind: str, stop: int, old: int, new: int) -> tuple:
         for name, p in again.module.named_parameters():
             p.copy_(kept[name])
     other.load_state_dict(moments)
-    second.load_state_dict(saved)
+    if folder:
+        second.load(folder)
+    else:
+        second.load_state_dict(saved)
     total = {n: r.double() for n, r in second.state_dict()["residuals"].items()}
     take_steps(again, other, range(stop, 9))
     second.close()
     return weights_of(model), weights_of(again), saved[RANKS], total
 
 
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
-def test_a_resumed_run_has_the_same_bits(worlds, kind):
-    for straight, again, _, _ in worlds.run(4, resumed, kind, 5, 2, 2):
+@pytest.mark.parametrize(("kind", "folder"), [("SGD", ""), ("AdamW", ""), ("SGD", "saved")])
+def test_a_resumed_run_has_the_same_bits(worlds, tmp_path, kind, folder):
+    where = folder and str(tmp_path / folder)
+    for straight, again, _, _ in worlds.run(4, resumed, kind, 5, 2, 2, where):
         for name, value in straight.items():
             assert torch.equal(value, again[name]), name
 
@@ -182,6 +190,23 @@ def test_nodes_of_another_size_keep_the_sum_of_residuals(worlds):
         now = sum(total[name] for _, _, _, total in answers)
         then = sum(state["residuals"][name].double() for state in answers[0][2])
         torch.testing.assert_close(now, then, rtol=1e-6, atol=1e-9)
+
+
+def one_wrong_state(group) -> str:
+    """The error on this rank when only rank 3 has a wrong state."""
+    model, optimizer, handle = build(SPARSE, nodes(2))
+    state = {} if dist.get_rank() == 3 else handle.state_dict()
+    with pytest.raises(ValueError) as error:
+        handle.load_state_dict(state)
+    take_steps(model, optimizer, range(2))
+    handle.close()
+    return str(error.value)
+
+
+def test_a_state_that_one_rank_refuses_is_loaded_by_none(worlds):
+    texts = worlds.run(4, one_wrong_state)
+    assert "not a state of a handle" in texts[3]
+    assert all("the loaded state" in text and "refused" in text for text in texts[:3])
 
 
 def refusals(group) -> list[str]:

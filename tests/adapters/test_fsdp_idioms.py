@@ -258,7 +258,7 @@ def other_settings(mesh) -> None:
 REFUSED = {
     "a mesh of two dimensions": (on_a_mesh_of_two, 'fully_shard(model, mesh=mesh["shard"])'),
     "a plain module": (a_plain_module, "that fully_shard was called with, got Net"),
-    "attach": (by_attach, "use oktopk.attach_fsdp"),
+    "attach": (by_attach, "or oktopk.attach_fsdp(model, ...)"),
     "local steps": (by_local_steps, "exchange gradients between sites with oktopk.attach_fsdp"),
     "attached twice": (twice, "close() its handle first"),
     "the shard group": (the_shard_group, "exactly this rank in common"),

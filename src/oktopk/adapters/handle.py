@@ -136,7 +136,7 @@ class BaseHandle(ABC, Generic[AnyDriver]):
 
         Every rank must call it; none waits for another. The file is `oktopk-RANK-of-WORLD.pt`.
         """
-        write_state(Path(folder), self.state_dict(), self.comm.rank, self.comm.size)
+        write_state(Path(folder), self.state_dict(), *self._place)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Continue from what `save` wrote into a folder, on this or another number of ranks.
@@ -148,7 +148,7 @@ class BaseHandle(ABC, Generic[AnyDriver]):
             FileError: the folder does not have the states that are needed.
             StateError: a state is of another model, method or version.
         """
-        self.load_state_dict(read_states(Path(folder), self.comm.rank, self.comm.size))
+        self.load_state_dict(read_states(Path(folder), *self._place))
 
     @abstractmethod
     def close(self) -> None:
@@ -194,13 +194,15 @@ class BaseHandle(ABC, Generic[AnyDriver]):
 
         A rank that loads alone would begin its next step with a consistency check that no other
         rank expects. Before the first step all ranks do expect it, so no rank has to wait there.
+        Shards of a model have collectives in between, in which ranks would wait for one that has
+        refused its state, so they agree at any time.
         """
         saved, problem = None, None
         try:
             saved = self._parse(state)
         except StateError as error:
             problem = error
-        if self.driver.is_checked:
+        if self.driver.is_checked or self.driver.engine.shards.size > 1:
             loaded = "refused" if saved is None else f"of step {saved.metadata.engine.step}"
             try:
                 self._connection.agree_to_load({"the loaded state": loaded}, self.step)

@@ -367,5 +367,15 @@ def _check_layout(metadata: SavedMetadata, residuals: Mapping[str, Tensor]) -> N
         if layout and named != Counter(residuals.keys()):
             raise StateError("the buckets in the state do not hold each of its parameters once")
     sizes = [sum(residuals[name].numel() for name in bucket) for bucket in metadata.layout]
-    if metadata.engine.numels not in ([], sizes):
+    if not _hold(metadata.engine.numels, sizes, metadata.shards):
         raise StateError(f"the buckets in the state have {sizes} entries, not as it says")
+
+
+def _hold(numels: list[int], sizes: list[int], shards: int) -> bool:
+    """Whether buckets of `numels` entries are for residuals of `sizes`. Those of shards may have
+    padding, which is not saved, or be a slice of residuals that are saved whole."""
+    if shards == 1 or not numels:
+        return numels in ([], sizes)
+    if len(numels) != len(sizes):
+        return False
+    return all(n * shards >= size for n, size in zip(numels, sizes, strict=True))

@@ -137,7 +137,7 @@ class Handle(BaseHandle[StepDriver]):
     def _save_if_due(self) -> None:
         """Save the state that `checkpoint_every` asks for, if it is not saved yet."""
         if self._checkpoint is not None:
-            self._checkpoint.save_if_due(self.state_dict, self.comm.rank, self.comm.size)
+            self._checkpoint.save_if_due(self.state_dict, *self._place)
 
     def __repr__(self) -> str:
         settings, optimizer = self.settings, self.driver.scaling.optimizer

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.storage import StorageReader
 
 from oktopk.adapters.fsdp import state as fsdp_state
@@ -23,6 +24,10 @@ from oktopk.engine.saved_state import Saved, taken_over
 from oktopk.errors import ExchangeError, NonfiniteError
 from oktopk.optim.staleness import StalenessCorrection
 
+USE_DCP = (
+    "save handle.state_dict() with torch.distributed.checkpoint, and load it with "
+    "handle.load_checkpoint"
+)
 CLOSED = "the handle of this model was closed: call attach_fsdp again"
 
 
@@ -92,7 +97,7 @@ class FSDPHandle(BaseHandle[ShardDriver]):
 
         On another mesh the residuals must be those that `load_checkpoint` asks for: with R
         replicas, replica r takes over the residuals of replicas r, r+R, ... Every rank must call
-        it; in the middle of training the ranks wait for each other.
+        it, and they wait for each other: where one of them refuses its state, all of them raise.
         """
         saved = self._read(state)
         with self.driver.engine.lock:
@@ -115,15 +120,20 @@ class FSDPHandle(BaseHandle[ShardDriver]):
         reader = storage_reader or FileSystemReader(checkpoint_id)
         keys = reader.read_metadata().state_dict_metadata
         template = {key: self._template(*fsdp_state.saved_mesh(keys, key))}
-        load(template, storage_reader=reader)
+        load_distributed(template, storage_reader=reader)
         self.load_state_dict(template[key])
 
     def gathered_state_dict(self) -> dict[str, Any]:
         """Not for a sharded model, whose state does not fit one rank."""
-        raise TypeError(
-            "the state of a sharded model is not gathered on one rank: save handle.state_dict() "
-            "with torch.distributed.checkpoint"
-        )
+        raise TypeError(f"the state of a sharded model is not gathered on one rank: {USE_DCP}")
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Not for a sharded model, whose state is of DTensors."""
+        raise TypeError(f"the state of a sharded model is not saved by rank: {USE_DCP}")
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Not for a sharded model: use `load_checkpoint`."""
+        raise TypeError(f"the state of a sharded model is not saved by rank: {USE_DCP}")
 
     @property
     def closed(self) -> bool:

@@ -291,6 +291,7 @@ def test_public_names():
         "METHODS",
         "Comm",
         "ExchangeError",
+        "FSDPHandle",
         "Handle",
         "LocalSteps",
         "NonfiniteError",
@@ -301,6 +302,7 @@ def test_public_names():
         "StepStats",
         "__version__",
         "attach",
+        "attach_fsdp",
         "local_steps",
         "simulate",
     }

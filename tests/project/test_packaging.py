@@ -49,6 +49,7 @@ def test_nothing_is_left_to_fill_in():
 def test_every_package_of_an_extra_is_in_that_extra():
     """So that the line `pip install 'oktopk[...]'` of an error helps."""
     names = {"espeakng_loader": "espeakng-loader", "PIL": "pillow", "sklearn": "scikit-learn"}
+    names["ignite"] = "pytorch-ignite"
     extras = PROJECT["optional-dependencies"]
     for package, extra in EXTRAS.items():
         wanted = [re.split(r"[<>=;\[ ]", one)[0] for one in extras[extra]]

@@ -331,7 +331,7 @@ def test_a_thing_has_one_colour(runs):
             seen.setdefault(trace.get("name", "").split(" (")[0], set()).add(str(colour))
     for name in (*PARTS, *STAGES):
         assert len(seen.get(name, set())) <= 1, (name, seen[name])
-    assert {"forward", "split"} <= seen.keys()
+    assert {"forward", "gather"} <= seen.keys()
 
 
 @pytest.mark.parametrize(

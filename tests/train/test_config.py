@@ -99,7 +99,7 @@ def test_written_and_read_again_it_is_the_same(tmp_path):
 
 def test_every_field_is_a_flag_with_help():
     parser = argparse.ArgumentParser()
-    add_flags(parser)
+    add_flags(parser, Config())
     text = parser.format_help()
     for name, spec in specs("speech").items():
         assert f"--{name.replace('_', '-')}" in text

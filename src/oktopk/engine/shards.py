@@ -20,7 +20,7 @@ from oktopk.comm.communicator import Comm
 from oktopk.engine.buckets import Buckets, share_out
 from oktopk.methods.ok_topk.global_threshold import kth_over_ranks
 from oktopk.methods.selection import smallest_threshold, top_k
-from oktopk.utils.device import to_host
+from oktopk.utils.device import to_device, to_host
 
 
 class Shards(Protocol):
@@ -84,7 +84,7 @@ class ShardGroup:
 
     def agree_on_finite(self, finite: bool, device: torch.device) -> bool:
         """Header: 4(S-1) bytes inside the shard group. The replicas of a shard agree already."""
-        mine = torch.tensor([not finite], dtype=torch.int32, device=device)
+        mine = to_device([int(not finite)], torch.int32, device)
         return not any(to_host(self.comm.all_gather_header(mine, stage="finite").view(-1))[0])
 
     def divide(self, acc: Tensor, k: int, replicas: Comm) -> list[int]:

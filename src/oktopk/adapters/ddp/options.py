@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict
 
+from torch.distributed import ProcessGroup
+
 from oktopk.adapters.driver import OnStep
 from oktopk.adapters.policy import Policy
 from oktopk.comm.communicator import Comm
@@ -40,3 +42,4 @@ class AttachOptions(TypedDict, total=False):
     total_steps: int | None
     verbose: bool
     comm: Comm | None
+    local_group: ProcessGroup | Literal["node"] | None

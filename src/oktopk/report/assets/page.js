@@ -4,8 +4,10 @@ const figures = JSON.parse(document.getElementById("figures").textContent);
 const palette = ["#3b82d6", "#e08214", "#2a9d6f", "#c2439a", "#8c6bd1", "#b0892b", "#4db6c9", "#d6554c"];
 const color = (name) => getComputedStyle(root).getPropertyValue(name).trim();
 
-function axis(own) {
-  return { gridcolor: color("--line"), zerolinecolor: color("--line"), automargin: true, ...own };
+// Names beside a y axis may be long; the room below an x axis is reckoned in `layout`, and Plotly would
+// draw some figures again and again to find it.
+function axis(own, name) {
+  return { gridcolor: color("--line"), zerolinecolor: color("--line"), automargin: name[0] === "y", ...own };
 }
 
 // Rows that the legend needs below a figure, so that it takes height of its own and not the plot's.
@@ -29,9 +31,9 @@ function layout(asked, traces, width) {
     hoverlabel: { bgcolor: color("--card"), bordercolor: color("--line"), font: { color: color("--ink") } },
     ...asked,
   };
-  for (const name of Object.keys(made)) if (/^[xy]axis/.test(name)) made[name] = axis(made[name]);
-  made.xaxis = axis(made.xaxis);
-  made.yaxis = axis(made.yaxis);
+  for (const name of Object.keys(made)) if (/^[xy]axis/.test(name)) made[name] = axis(made[name], name);
+  made.xaxis = axis(made.xaxis, "x");
+  made.yaxis = axis(made.yaxis, "y");
   made.shapes = (made.shapes || []).map((shape) =>
     shape.type === "rect" ? { ...shape, fillcolor: color("--shade") } : { ...shape, line: { ...shape.line, color: color("--soft") } });
   return made;

@@ -16,8 +16,10 @@ from oktopk.engine.saved_state import RANKS
 SPARSE = {"density": 0.02, "warmup_steps": 2, "check_every": 3}
 
 
-def nodes(size: int) -> dist.ProcessGroup:
-    """The group of this rank's node, where nodes have `size` consecutive ranks."""
+def nodes(size: int | None) -> dist.ProcessGroup | None:
+    """The group of this rank's node, where nodes have `size` consecutive ranks; None has none."""
+    if size is None:
+        return None
     first = range(0, dist.get_world_size(), size)
     groups = [dist.new_group(list(range(start, start + size))) for start in first]
     return groups[dist.get_rank() // size]
@@ -183,13 +185,16 @@ def test_a_resumed_run_has_the_same_bits(worlds, tmp_path, kind, folder):
             assert torch.equal(value, again[name]), name
 
 
-def test_nodes_of_another_size_keep_the_sum_of_residuals(worlds):
-    answers = worlds.run(4, resumed, "SGD", 5, 2, 4)
+@pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (2, None), (None, 2)])
+def test_nodes_of_another_size_keep_the_sum_of_residuals(worlds, old, new):
+    answers = worlds.run(4, resumed, "SGD", 5, old, new)
     assert_same_bits([again for _, again, _, _ in answers])
     for name in answers[0][3]:
         now = sum(total[name] for _, _, _, total in answers)
-        then = sum(state["residuals"][name].double() for state in answers[0][2])
-        torch.testing.assert_close(now, then, rtol=1e-6, atol=1e-9)
+        saved = [state["residuals"][name].double() for state in answers[0][2]]
+        # one addition in float32 at most: its rounding is relative to what was added
+        rounding = torch.finfo(torch.float32).eps * sum(residual.abs() for residual in saved)
+        assert ((now - sum(saved)).abs() <= rounding).all(), name
 
 
 def one_wrong_state(group) -> str:

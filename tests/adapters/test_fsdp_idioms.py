@@ -8,9 +8,18 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.functional import cross_entropy
 
 import oktopk
@@ -54,6 +63,7 @@ IDIOMS = {
     "keep_after_forward": Idiom(sharding={"reshard_after_forward": False}),
     "keep_after_backward": Idiom(after="set_reshard_after_backward"),
     "activation_checkpointing": Idiom(before="checkpoint"),
+    "reentrant_checkpointing_of_inner_modules": Idiom(before="reentrant checkpoint"),
     "cpu_offload": Idiom(sharding={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "frozen_parameters": Idiom(before="freeze"),
     "clipping": Idiom(clip=0.1),
@@ -69,6 +79,8 @@ def prepared(idiom: Idiom) -> torch.nn.Module:
     for i, block in enumerate(model.blocks):
         if idiom.before == "checkpoint":
             model.blocks[i] = checkpoint_wrapper(block)
+        elif idiom.before == "reentrant checkpoint":
+            model.blocks[i] = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.REENTRANT)
         elif idiom.before == "compile":
             block.compile(backend="aot_eager")
         elif idiom.before == "freeze" and i == 0:
@@ -255,6 +267,34 @@ def other_settings(mesh) -> None:
     attach(shard(Net(), mesh["shard"]), mesh, density=density)
 
 
+def reentrant_checkpointing(mesh) -> None:
+    model = shard(Net(), mesh["shard"])
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.REENTRANT)
+    attach(model, mesh)
+    one_step(model)
+
+
+def several_meshes(mesh) -> None:
+    model = Net()
+    fully_shard(model.blocks[0], mesh=mesh["replicate"])
+    fully_shard(model, mesh=mesh["shard"])
+    attach(model, mesh)
+
+
+def tensor_parallelism(mesh) -> None:
+    model = Net()
+    plan = {"inner": ColwiseParallel(), "outer": RowwiseParallel()}
+    parallelize_module(model.blocks[0], mesh["shard"], plan)
+    fully_shard(model, mesh=mesh["replicate"])
+    oktopk.attach_fsdp(model, mesh["shard"])
+
+
+def not_all_ranks(mesh) -> None:
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("rest", "replicate"))
+    attach(shard(Net(), mesh["shard"]), alone)
+
+
 REFUSED = {
     "a mesh of two dimensions": (on_a_mesh_of_two, 'fully_shard(model, mesh=mesh["shard"])'),
     "a plain module": (a_plain_module, "that fully_shard was called with, got Net"),
@@ -270,6 +310,10 @@ REFUSED = {
     "an optimizer in backward": (an_optimizer_in_backward, "register_post_accumulate_grad_hook"),
     "other weights": (other_weights, "give all of them the same seed"),
     "other settings": (other_settings, "density"),
+    "reentrant checkpointing": (reentrant_checkpointing, "needs use_reentrant=False there"),
+    "several meshes": (several_meshes, "attach_fsdp needs one mesh for all of them"),
+    "tensor parallelism": (tensor_parallelism, "parameters that only FSDP shards"),
+    "not all ranks": (not_all_ranks, "and the job has 4"),
 }
 
 

@@ -94,7 +94,8 @@ class ShardDriver(GradientDriver[ShardLayout]):
         if is_in_backward(self.parameters.modules[0]):
             raise ValueError(
                 "a backward has ended inside another one, as with activation checkpointing by "
-                "checkpoint(..., use_reentrant=True): attach_fsdp needs use_reentrant=False"
+                "checkpoint(..., use_reentrant=True) around an FSDP module: attach_fsdp needs "
+                "use_reentrant=False there"
             )
         if not reduced.flats:  # a backward without all-reduce
             return

@@ -47,11 +47,12 @@ def test_density_one_is_dense_hsdp(worlds, replicas, ranks, method):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("replicas", "ranks"), [(2, 4), (4, 8), (2, 8)])
 def test_density_one_is_dense_hsdp_for_100_steps(worlds, replicas, ranks):
     how = {"density": 1.0, "warmup_steps": 0}
-    reference = worlds.run(ranks, in_float64, replicas, 100, None)
-    ours = worlds.run(ranks, in_float64, replicas, 100, how)
+    reference = worlds.run(ranks, in_float64, replicas, 100, None, timeout=120)
+    ours = worlds.run(ranks, in_float64, replicas, 100, how, timeout=120)
     assert_same_bits(ours)
     assert_close(ours[0], reference[0], 1e-10)
 

@@ -108,6 +108,16 @@ class Choices:
     """Whether the densities after the warm-up were given one by one."""
 
 
+def choices_of(
+    ramp_steps: int | None, schedule: tuple[tuple[int, float], ...] | None, **fields: Any
+) -> Choices:
+    """The choices among the options of an adapter, where None is no choice."""
+    if schedule is not None and ramp_steps is not None:
+        raise ValueError("pass schedule or ramp_steps, not both")
+    given = {name: value for name, value in fields.items() if value is not None}
+    return Choices(fields=given, ramp_steps=ramp_steps, has_schedule=schedule is not None)
+
+
 def default_warmup(warmup_steps: int | None, total_steps: int | None) -> int:
     """The dense steps at first: as asked, else 128, but at most 5 % of a run of known length."""
     if warmup_steps is not None:

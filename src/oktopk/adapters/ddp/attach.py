@@ -47,6 +47,7 @@ from oktopk.methods import METHODS
 from oktopk.methods.cost_model import SHORT_BYTES
 from oktopk.optim.presets import (
     Choices,
+    choices_of,
     default_warmup,
     suited,
     warn_if_short,
@@ -162,12 +163,13 @@ def attach(
     scaling = ResidualScaling(optimizer, scaler)
     if on_nonfinite is None:
         on_nonfinite = "deliver" if scaling.has_scaler else "skip"
-    chosen = {
-        "overshoot": overshoot,
-        "staleness_correction": staleness_correction,
-        "rescale_with_lr": rescale_with_lr,
-    }
-    chosen = {name: value for name, value in chosen.items() if value is not None}
+    choices = choices_of(
+        ramp_steps,
+        schedule,
+        overshoot=overshoot,
+        staleness_correction=staleness_correction,
+        rescale_with_lr=rescale_with_lr,
+    )
     if total_steps is not None:
         total_steps = integer("total_steps", total_steps, least=1)
     budget = budget_options(density, wire, exchange_share, method)
@@ -186,11 +188,8 @@ def attach(
         bounds_every=bounds_every,
         short_bytes=short_bytes,
         on_nonfinite=on_nonfinite,
-        **chosen,
+        **choices.fields,
     )
-    if schedule is not None and ramp_steps is not None:
-        raise ValueError("pass schedule or ramp_steps, not both")
-    choices = Choices(fields=chosen, ramp_steps=ramp_steps, has_schedule=schedule is not None)
     settings = suited(settings, scaling.optimizer, choices)
     check_size(model, settings)
     options = DriverOptions(

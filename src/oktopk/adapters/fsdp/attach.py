@@ -33,7 +33,7 @@ from oktopk.adapters.validation import check_types, time_limit
 from oktopk.engine.buckets import MAX_INDEXABLE, check_indexable
 from oktopk.engine.shards import ShardGroup
 from oktopk.optim.presets import (
-    Choices,
+    choices_of,
     default_warmup,
     suited,
     warn_if_short,
@@ -110,18 +110,20 @@ def attach_fsdp(
             is never.
         timeout: seconds a rank waits for the others before it raises. The last third of them, at
             most 5 s, is for finding out which rank is missing.
-        total_steps: how long the run will be, to warn if it ends before the sparse phase.
+        total_steps: how long the run will be. It limits the default warm-up, and rank 0 warns if
+            the run ends before the sparse phase.
     """
     check_types(policy=policy, on_step=on_step, comm=None)
     scaling = ResidualScaling(optimizer, scaler)
     if on_nonfinite is None:
         on_nonfinite = "deliver" if scaling.has_scaler else "skip"
-    chosen = {
-        "overshoot": overshoot,
-        "staleness_correction": staleness_correction,
-        "rescale_with_lr": rescale_with_lr,
-    }
-    chosen = {name: value for name, value in chosen.items() if value is not None}
+    choices = choices_of(
+        ramp_steps,
+        schedule,
+        overshoot=overshoot,
+        staleness_correction=staleness_correction,
+        rescale_with_lr=rescale_with_lr,
+    )
     if total_steps is not None:
         total_steps = integer("total_steps", total_steps, least=1)
     settings = Settings(
@@ -135,11 +137,8 @@ def attach_fsdp(
         exact_every=exact_every,
         bounds_every=bounds_every,
         on_nonfinite=on_nonfinite,
-        **chosen,
+        **choices.fields,
     )
-    if schedule is not None and ramp_steps is not None:
-        raise ValueError("pass schedule or ramp_steps, not both")
-    choices = Choices(fields=chosen, ramp_steps=ramp_steps, has_schedule=schedule is not None)
     settings = suited(settings, scaling.optimizer, choices)
     if dist.get_rank() == 0:
         warn_if_unknown(settings, scaling.optimizer)

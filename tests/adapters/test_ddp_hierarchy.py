@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from oktopk.engine.saved_state import RANKS
 SPARSE = {"density": 0.02, "warmup_steps": 2, "check_every": 3}
 
 
+@cache  # every group has threads, until the process ends
 def nodes(size: int | None) -> dist.ProcessGroup | None:
     """The group of this rank's node, where nodes have `size` consecutive ranks; None has none."""
     if size is None:

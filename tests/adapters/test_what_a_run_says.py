@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, RMSprop
 
 import oktopk
+import sites
 from idioms import Net, batch, weights_of
-from oktopk.adapters.ddp.announcement import expected_bytes
+from oktopk.adapters.announcement import expected_bytes
 from oktopk.optim.presets import default_warmup
 
 
@@ -88,6 +89,36 @@ def test_a_program_with_logging_sees_them_once(worlds):
 @pytest.mark.parametrize("kind", ["quiet", "silenced"])
 def test_whoever_asks_for_silence_gets_it(worlds, kind):
     assert worlds.run(2, said, kind) == [("", [])] * 2
+
+
+def said_by_two_sites(group, kind: str, verbose: bool) -> str:
+    with fresh_logging(), redirect_stderr(io.StringIO()) as stderr:
+        if kind == "fsdp":
+            site = sites.build(2, {"warmup_steps": 1, "verbose": verbose}, AdamW, preset=True)
+            for step in range(2):
+                sites.one_step(site, step)
+            site.handle.close()
+        else:
+            model = DistributedDataParallel(Net(), process_group=group)
+            optimizer = AdamW(model.parameters())
+            inside = [torch.distributed.new_group([start, start + 1]) for start in (0, 2)]
+            how = {"local_group": inside[torch.distributed.get_rank() // 2], "verbose": verbose}
+            handle = oktopk.attach(model, optimizer=optimizer, warmup_steps=1, **how)
+            for step in range(2):
+                one_step(group, model, optimizer, step)
+            handle.close()
+    return stderr.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "nodes"])
+def test_two_sites_of_two_ranks_are_announced_as_such(worlds, kind):
+    first, *others = worlds.run(4, said_by_two_sites, kind, True)
+    start, sparse = first.splitlines()
+    assert "method oktopk, world size 4 (2 replicas of 2 ranks each), " in start
+    assert " per rank to other replicas instead of " in start
+    assert "for AdamW" in start and "step 1: the sparse phase begins" in sparse
+    assert others == [""] * 3
+    assert worlds.run(4, said_by_two_sites, kind, False) == [""] * 4
 
 
 def sent(group, method: str, wire: str) -> tuple[float, float, int, int]:

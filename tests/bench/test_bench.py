@@ -160,6 +160,7 @@ def test_everything_kept_is_a_cost_too():
     assert entry_bits("bf16", 0.02) == pytest.approx(23.6, abs=0.05)
 
 
+@pytest.mark.slow
 @permitted
 def test_nothing_is_left_after_an_interrupt():
     before = interfaces()
@@ -178,6 +179,7 @@ def test_nothing_is_left_after_an_interrupt():
     assert interfaces() == before
 
 
+@pytest.mark.slow
 def test_advice_tells_times_and_where_they_cross():
     done = bench("--advise", "--loopback", "--model-size", "2e6", "--step-ms", "50")
     assert done.returncode == 0, done.stderr

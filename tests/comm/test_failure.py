@@ -73,8 +73,21 @@ def output_of_others(ranks, files, victim: int) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+BLOWS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+ALWAYS = ("killed-sparse", "stopped-dense")  # the others are slow
+LOSSES = [
+    pytest.param(
+        blow,
+        phase,
+        id=f"{how}-{phase}",
+        marks=[] if f"{how}-{phase}" in ALWAYS else pytest.mark.slow,
+    )
+    for how, blow in BLOWS.items()
+    for phase in PHASES
+]
+
+
+@pytest.mark.parametrize(("blow", "phase"), LOSSES)
 def test_the_other_ranks_name_the_lost_one(tmp_path, blow, phase):
     with training(tmp_path, timeout=6.0, more=PHASES[phase]) as (ranks, files):
         os.kill(ranks[2].pid, blow)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,7 @@ class Site:
     stats: list[oktopk.StepStats] = field(default_factory=list)
 
 
+@cache  # every mesh has process groups of its own, each with threads, until the process ends
 def mesh_of(replicas: int) -> DeviceMesh:
     shape = (replicas, dist.get_world_size() // replicas)
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))

@@ -81,6 +81,7 @@ def test_workers_train_in_the_network_and_nothing_is_left(tmp_path, corpus):
     assert subprocess.run(["ip", "link"], capture_output=True, check=True).stdout == before
 
 
+@pytest.mark.slow
 def test_without_namespaces_the_workers_run_as_they_can_and_it_is_said(tmp_path, corpus):
     (tmp_path / "bin").mkdir()
     done = train(tmp_path, corpus, "--network", "50mbit", PATH=str(tmp_path / "bin"))

@@ -24,7 +24,8 @@ over_methods = pytest.mark.parametrize("method", WAYS)
 
 @over_methods
 @pytest.mark.parametrize(
-    ("P", "steps"), [(16, 34), (64, 2), pytest.param(256, 1, marks=pytest.mark.slow)]
+    ("P", "steps"),
+    [(16, 34), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(64, 2), (256, 1)])],
 )
 def test_laws_hold_for_many_simulated_ranks(P, steps, method):
     if not method.startswith("oktopk"):  # the others do the same at every step

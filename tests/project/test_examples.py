@@ -96,6 +96,7 @@ def test_example_learns_and_saves_traffic(script):
     assert not warnings_in(stderr)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_example_of_local_steps_learns_and_saves_traffic():
     code, stdout, stderr = run("local_steps_text.py", TORCHRUN)
@@ -111,6 +112,7 @@ def test_the_example_of_local_steps_learns_and_saves_traffic():
     assert not warnings_in(stderr)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_example_of_fsdp2_learns_and_saves_traffic():
     code, stdout, stderr = run("fsdp2_text.py", EXAMPLES["fsdp2_text.py"][1])

@@ -23,7 +23,10 @@ def _without_oktopk(group) -> str:
     return golden.without_oktopk()
 
 
-@pytest.mark.parametrize("P", golden.SIZES)
+SIZES = [pytest.param(P, marks=[] if P == 2 else pytest.mark.slow) for P in golden.SIZES]
+
+
+@pytest.mark.parametrize("P", SIZES)
 def test_training_ends_with_the_recorded_bits(worlds, recorded, P):
     for found in worlds.run(P, golden.trained, timeout=300):
         assert found == recorded[f"P = {P}"]

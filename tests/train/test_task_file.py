@@ -20,6 +20,7 @@ def test_the_example_is_short():
     assert len(WHOLE.splitlines()) < 80
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_example_learns(tmp_path):
     flags = ("--noise", "0.5", "--width", "64", "--epochs", "6", "--samples", "0")

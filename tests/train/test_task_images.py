@@ -312,6 +312,7 @@ def test_a_missing_package_is_named(folder, monkeypatch, module, data):
         Images.check(ImagesOptions(data=data))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # six workers import torch
 def test_a_run_from_the_command_line_and_its_resumption(folder, tmp_path):
     flags = ("--task", "images", "--data", "animals", "--width", "8", "--batch", "2", "--flip")

@@ -237,6 +237,7 @@ def test_a_folder_without_texts(tmp_path, oktopk, capsys):
     assert ".: has no *.txt in it; give a text file" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # six workers import torch
 def test_a_run_from_the_command_line_and_its_resumption(book, tmp_path):
     flags = ("--task", "text", "--data", "book.txt", "--width", "16", "--layers", "1")

@@ -29,7 +29,7 @@ over_methods = pytest.mark.parametrize("method", [way for way in WAYS if way not
 
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("method", WAYS)
-@pytest.mark.parametrize("P", [1, 2, 3, 8])
+@pytest.mark.parametrize("P", [1, 2, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_nothing_is_lost_and_all_agree(P, method, name):
     ranks = simulated(P, method, 3000, 0.02, "heavy", 36, torch.float32, wire=name)
     assert_nothing_is_lost(ranks, tolerance=1e-4)
@@ -81,7 +81,7 @@ def test_odd_gradients(name, method, stream):
 
 @pytest.mark.parametrize("name", ["int4", "int2", "sign"])
 @over_methods
-@pytest.mark.parametrize("P", [2, 3, 4])
+@pytest.mark.parametrize("P", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_k_means_k_and_the_bill_is_bounded(P, method, name):
     ranks = simulated(P, method, 3000, 0.02, "drifting", 70, torch.float32, wire=name)
     assert_k_means_k(ranks, method)

@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from oktopk.adapters.announcement import tell
 from oktopk.adapters.budget import AUTO, BudgetOptions, budget_options, start_budget
 from oktopk.adapters.connect import agree_by_store, connect
-from oktopk.adapters.ddp.announcement import describe_run
 from oktopk.adapters.ddp.communication_thread import ReadyBucket
 from oktopk.adapters.ddp.connect import describe_model, fastest_method
 from oktopk.adapters.ddp.driver import DriverOptions, StepDriver
@@ -50,12 +50,9 @@ from oktopk.optim.presets import (
     choices_of,
     default_warmup,
     suited,
-    warn_if_short,
-    warn_if_unknown,
 )
 from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.settings import DEFAULT_GROUP_NUMEL, GroupNumel, OnNonfinite, Scope, Settings
-from oktopk.utils.announce import announce
 from oktopk.utils.arguments import choice, flag, integer
 from oktopk.wire.codec import CodecName
 
@@ -204,7 +201,7 @@ def attach(
     handle = _start(job, settings, options, on_step, comm)
     precompile(handle.settings, parameters.parameters.values())
     if dist.get_rank(model.process_group) == 0:
-        _tell(handle, total_steps, verbose=verbose)
+        tell(handle.driver, total_steps, verbose=verbose)
     return handle
 
 
@@ -291,17 +288,6 @@ def _driver(
     budget = start_budget(job.auto, settings, trained, own)
     driver = StepDriver(settings, own, job.parameters, job.scaling, options, on_step, budget)
     return driver, failure_detector, None
-
-
-def _tell(handle: Handle, total_steps: int | None, *, verbose: bool) -> None:
-    """Warn of what is likely a mistake, and announce what will happen."""
-    settings, optimizer = handle.settings, handle.driver.scaling.optimizer
-    warn_if_unknown(settings, optimizer)
-    if total_steps is not None and settings.method != "dense":
-        warn_if_short(settings, total_steps)
-    if verbose:
-        parameters = handle.driver.parameters
-        announce(describe_run(settings, parameters, handle.comm.size, optimizer))
 
 
 def _check_ranks(model: DistributedDataParallel, comm: Comm | None) -> None:

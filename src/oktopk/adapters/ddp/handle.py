@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
-from oktopk.adapters.ddp.announcement import describe_optimizer
+from oktopk.adapters.announcement import describe_optimizer
 from oktopk.adapters.ddp.communication_thread import CommunicationThread, ReadyBucket, reading
 from oktopk.adapters.ddp.driver import StepDriver
 from oktopk.adapters.ddp.periodic_checkpoint import PeriodicCheckpoint

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from oktopk.adapters.announcement import tell
 from oktopk.adapters.axes import connect_axes
 from oktopk.adapters.connect import agree_by_store, describe_group, describe_parameters
 from oktopk.adapters.driver import OnStep
@@ -29,6 +30,7 @@ from oktopk.adapters.fsdp.parameters import ShardLayout
 from oktopk.adapters.fsdp.validation import as_group, check_grid, check_model, check_modules
 from oktopk.adapters.handle import Connection
 from oktopk.adapters.policy import Policy
+from oktopk.adapters.precompile import precompile
 from oktopk.adapters.validation import check_types, time_limit
 from oktopk.engine.buckets import MAX_INDEXABLE, check_indexable
 from oktopk.engine.shards import ShardGroup
@@ -36,12 +38,10 @@ from oktopk.optim.presets import (
     choices_of,
     default_warmup,
     suited,
-    warn_if_short,
-    warn_if_unknown,
 )
 from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.settings import OnNonfinite, Settings
-from oktopk.utils.arguments import integer
+from oktopk.utils.arguments import flag, integer
 from oktopk.utils.device import to_host
 from oktopk.wire.codec import CodecName
 
@@ -70,6 +70,7 @@ def attach_fsdp(
     check_every: int = 100,
     timeout: float = 300.0,
     total_steps: int | None = None,
+    verbose: bool = True,
 ) -> FSDPHandle:
     """Exchange gradients sparsely between replicas of a model that FSDP2 shards.
 
@@ -112,6 +113,8 @@ def attach_fsdp(
             most 5 s, is for finding out which rank is missing.
         total_steps: how long the run will be. It limits the default warm-up, and rank 0 warns if
             the run ends before the sparse phase.
+        verbose: rank 0 announces what will happen in one line, and the begin of the sparse phase in
+            another.
     """
     check_types(policy=policy, on_step=on_step, comm=None)
     scaling = ResidualScaling(optimizer, scaler)
@@ -140,13 +143,14 @@ def attach_fsdp(
         **choices.fields,
     )
     settings = suited(settings, scaling.optimizer, choices)
-    if dist.get_rank() == 0:
-        warn_if_unknown(settings, scaling.optimizer)
-        if total_steps is not None and method != "dense":
-            warn_if_short(settings, total_steps)
     check_every = integer("check_every", check_every, least=0)
+    verbose = flag("verbose", verbose)
     job = _job(model, replicate_group, policy or Policy(), scaling, time_limit(timeout))
-    return _start(job, settings, check_every, on_step)
+    handle = _start(job, settings, check_every, on_step, verbose=verbose)
+    precompile(settings, job.parameters.parameters.values())
+    if dist.get_rank() == 0:
+        tell(handle.driver, total_steps, verbose=verbose)
+    return handle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,7 +188,9 @@ def _job(
     )
 
 
-def _start(job: _Job, settings: Settings, check_every: int, on_step: OnStep | None) -> FSDPHandle:
+def _start(
+    job: _Job, settings: Settings, check_every: int, on_step: OnStep | None, *, verbose: bool
+) -> FSDPHandle:
     """Compare with the other ranks, connect both axes, and set FSDP's hooks."""
     if settings.method != "dense":
         check_indexable([module.numel for module in job.parameters.modules], settings.scope)
@@ -201,7 +207,14 @@ def _start(job: _Job, settings: Settings, check_every: int, on_step: OnStep | No
         limits = to_host(axes.shards.all_gather_header(mine, stage="start"))[0]
         shards = ShardGroup(axes.shards, limits)
         driver = ShardDriver(
-            settings, axes.replicas, job.parameters, job.scaling, check_every, on_step, shards
+            settings,
+            axes.replicas,
+            job.parameters,
+            job.scaling,
+            check_every,
+            on_step,
+            shards,
+            verbose=verbose,
         )
         connection = Connection(
             failure_detector=axes.failure_detector,

@@ -50,8 +50,12 @@ class ShardDriver(GradientDriver[ShardLayout]):
         check_every: int,
         on_step: OnStep | None,
         shards: ShardGroup,
+        *,
+        verbose: bool,
     ) -> None:
-        super().__init__(settings, comm, parameters, scaling, check_every, on_step, shards=shards)
+        super().__init__(
+            settings, comm, parameters, scaling, check_every, on_step, verbose, shards=shards
+        )
         self.shard_comm = shards.comm
         self.reduce_scattered = Traffic()
         """What FSDP's reduce-scatters of the gradients had this rank send, by their formula."""

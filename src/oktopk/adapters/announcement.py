@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `attach` tells the person who started the run: what will happen, and what it will cost."""
+"""What `attach` and `attach_fsdp` tell whoever started the run: what will happen, at what cost."""
 
 from __future__ import annotations
 
@@ -7,36 +7,66 @@ from typing import Any
 
 import torch
 
+from oktopk.adapters.gradient_driver import GradientDriver
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.methods import METHODS
 from oktopk.methods.cost_model import Work
-from oktopk.optim.presets import PLAIN, changes_for, name_of
+from oktopk.optim.presets import (
+    PLAIN,
+    changes_for,
+    name_of,
+    warn_if_short,
+    warn_if_unknown,
+)
 from oktopk.settings import Settings, num_kept
+from oktopk.utils.announce import announce
 from oktopk.utils.units import format_bytes
 from oktopk.wire.codec import entry_bits, size_rounds
 
 
+def tell(driver: GradientDriver[Any], total_steps: int | None, *, verbose: bool) -> None:
+    """Warn of what is likely a mistake, and announce what will happen. For rank 0."""
+    settings, optimizer = driver.engine.settings, driver.scaling.optimizer
+    warn_if_unknown(settings, optimizer)
+    if total_steps is not None and settings.method != "dense":
+        warn_if_short(settings, total_steps)
+    if verbose:
+        replicas, shards = driver.comm.size, driver.engine.shards.size
+        announce(describe_run(settings, driver.parameters, replicas, optimizer, shards))
+
+
 def describe_run(
-    settings: Settings, parameters: ParameterLayout, world_size: int, optimizer: Any
+    settings: Settings,
+    parameters: ParameterLayout,
+    replicas: int,
+    optimizer: Any,
+    shards: int = 1,
 ) -> str:
-    """The line of `attach`: phases, bytes, and what is done for the optimizer."""
+    """One line: phases, bytes, and what is done for the optimizer.
+
+    `shards` ranks divide each of the `replicas` of the gradient among them. The bytes are those
+    that go to other replicas.
+    """
     numel = sum(p.numel() for p in parameters.parameters.values())
-    begin = f"method {settings.method}, world size {world_size}, {numel:,} gradients"
+    size = f"world size {replicas * shards}"
+    if shards > 1:
+        size += f" ({replicas} replicas of {shards} ranks each)"
+    begin = f"method {settings.method}, {size}, {numel:,} gradients"
     if settings.method == "dense":
         return f"{begin}: every step is dense"
-    cost = _bytes(settings, parameters, world_size)
+    cost = _bytes(settings, parameters, replicas, shards)
     return f"{begin}: {_phases(settings)}; {cost}; {describe_optimizer(settings, optimizer)}"
 
 
 def describe_optimizer(settings: Settings, optimizer: Any) -> str:
     """What is done for the optimizer, or changed in it."""
     if optimizer is None:
-        return f"{PLAIN}, as no optimizer is known: attach(..., optimizer=...), or handle.bind"
+        return f"{PLAIN}, as no optimizer is known (pass optimizer=...)"
     return f"for {name_of(optimizer)}: {', '.join(changes_for(settings)) or PLAIN}"
 
 
 def expected_bytes(
-    settings: Settings, parameters: ParameterLayout, world_size: int
+    settings: Settings, parameters: ParameterLayout, replicas: int, shards: int = 1
 ) -> tuple[float, float]:
     """What a rank will send in a step at the final density, and what a dense step sends."""
     trained = parameters.parameters
@@ -44,11 +74,11 @@ def expected_bytes(
     num_dense = sum(trained[name].numel() for name in parameters.dense)
     wide = any(p.dtype == torch.float64 for p in trained.values())
     itemsize = max((p.element_size() for p in trained.values()), default=4)
-    ring = 2 * (world_size - 1) / world_size
+    ring = 2 * (replicas - 1) / replicas / shards
     work = Work(
-        numel - num_dense,
-        num_kept(numel - num_dense, settings.density),
-        world_size,
+        (numel - num_dense) // shards,
+        num_kept(numel - num_dense, settings.density) // shards,
+        replicas,
         96.0 if wide else entry_bits(settings.wire, settings.density),
         8 if wide else 4,
         0 if wide else size_rounds(settings.wire),
@@ -57,12 +87,13 @@ def expected_bytes(
     return sparse + ring * num_dense * (8 if wide else 4), ring * numel * itemsize
 
 
-def _bytes(settings: Settings, parameters: ParameterLayout, world_size: int) -> str:
-    sent, dense = expected_bytes(settings, parameters, world_size)
+def _bytes(settings: Settings, parameters: ParameterLayout, replicas: int, shards: int) -> str:
+    sent, dense = expected_bytes(settings, parameters, replicas, shards)
     if not dense:
         return "there is nothing to send"
+    where = " to other replicas" if shards > 1 else ""
     return (
-        f"a step will then send about {format_bytes(sent)} per rank instead of "
+        f"a step will then send about {format_bytes(sent)} per rank{where} instead of "
         f"{format_bytes(dense)} ({100 * sent / dense:.2g} %)"
     )
 

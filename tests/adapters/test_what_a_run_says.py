@@ -280,3 +280,25 @@ def test_no_kernel_is_left_to_compile_in_the_sparse_phase():
         check=False,
     )
     assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
+ENDS_AT_ONCE = """
+import torch
+from oktopk.adapters import precompile
+from oktopk.settings import Settings
+precompile.precompile(Settings(warmup_steps=5), [torch.zeros(1)])
+"""
+
+
+def test_a_program_may_end_while_kernels_are_compiled(tmp_path):
+    src = str(Path(oktopk.__file__).parents[1])
+    fresh = {"PYTHONPATH": src, "NUMBA_CACHE_DIR": str(tmp_path)}  # nothing is compiled yet
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_AT_ONCE],
+        env=os.environ | fresh,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
 from typing import TypeVar
 
 import torch
@@ -202,23 +202,30 @@ def run_ranks(
     scheduler = Scheduler(size)
     group = SimulatedGroup(scheduler, list(range(size)))
     errors: list[BaseException] = []
+    results: dict[int, T] = {}
 
-    def run(rank: int) -> T | None:
+    def run(rank: int) -> None:
         try:
             scheduler.wait_turn(rank)
-            return rank_main(Comm(transport(group, rank)))
+            results[rank] = rank_main(Comm(transport(group, rank)))
         except AbandonedError:
-            return None
+            pass
         except BaseException as error:  # noqa: BLE001 - raised again below, in the caller's thread
             errors.append(error)
             scheduler.failed = True
-            return None
         finally:
             scheduler.end(rank)
 
-    with ThreadPoolExecutor(size, thread_name_prefix="simulated-rank") as pool:
-        futures = [pool.submit(run, rank) for rank in range(size)]
+    # no ThreadPoolExecutor: it takes no work once the program has begun to end, and kernels may
+    # still be compiled then
+    ranks = [Thread(target=run, args=(r,), name=f"simulated-rank-{r}") for r in range(size)]
+    for rank in ranks:
+        rank.start()
+    try:
         scheduler.start()
+    finally:
+        for rank in ranks:
+            rank.join()
     if errors:
         raise errors[0]
-    return [future.result() for future in futures]  # type: ignore[misc]
+    return [results[rank] for rank in range(size)]

@@ -3,19 +3,26 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 T = TypeVar("T", Tensor, Tensor | None)
 CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
 
+def is_dtensor(x: object) -> bool:
+    """Whether it is a DTensor. torch's module of them takes half a second to import: where nobody
+    else has, there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
 def local_shard(x: T) -> T:
     """This rank's shard of a DTensor, sharing its memory; any other tensor, or None, as it is."""
-    return x._local_tensor.detach() if isinstance(x, DTensor) else x
+    return x._local_tensor.detach() if is_dtensor(x) else x  # pyright: ignore
 
 
 def stored_alike(*tensors: Tensor) -> bool:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -36,6 +35,7 @@ from oktopk.comm.torch_transport import TorchTransport
 from oktopk.engine.buckets import MAX_INDEXABLE
 from oktopk.errors import ExchangeError
 from oktopk.methods.base import Average
+from oktopk.optim.flat_views import is_dtensor
 from oktopk.optim.residual_scaling import innermost_optimizer
 from oktopk.settings import Settings
 from oktopk.utils.arguments import choice
@@ -233,7 +233,7 @@ def _parameters_of(model: nn.Module, policy: Policy, settings: Settings) -> Para
 
 
 def _check_parameter(name: str, parameter: Tensor) -> None:
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         raise TypeError(
             f"parameter {name!r} is a DTensor, which is spread over ranks: local_steps needs whole "
             "parameters, as a plain module or DistributedDataParallel has; for a model that FSDP2 "

@@ -19,6 +19,7 @@ MESHES = [
     pytest.param(4, 8, id="4x2", marks=pytest.mark.slow),
     pytest.param(2, 8, id="2x4", marks=pytest.mark.slow),
 ]
+ALWAYS = ("dense", "topka", "oktopk")
 over_meshes = pytest.mark.parametrize(("replicas", "ranks"), MESHES)
 
 
@@ -37,7 +38,10 @@ def assert_close(mine: dict, other: dict, tolerance: float) -> None:
 
 
 @over_meshes
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.slow) for name in METHODS],
+)
 def test_density_one_is_dense_hsdp(worlds, replicas, ranks, method):
     how = {"density": 1.0, "warmup_steps": 0, "method": method}
     reference = worlds.run(ranks, train, replicas, 10, None)

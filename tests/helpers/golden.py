@@ -103,12 +103,12 @@ def take_steps(group, parts, steps: range) -> str:
     return digest(dict(model.module.named_parameters()))
 
 
-def trained(group) -> dict[str, str]:
+def trained(group, wires=WIRES) -> dict[str, str]:
     """Digests of the weights for every method, wire format and preset."""
     return {
         f"{way} {wire} {preset}": take_steps(group, started(group, way, wire, preset), range(STEPS))
         for way in WAYS
-        for wire in WIRES
+        for wire in wires
         for preset in PRESETS
     }
 

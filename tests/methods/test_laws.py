@@ -26,7 +26,6 @@ from streams import STREAMS
 from worlds import MIXED, SIZES
 
 N, DENSITY, STEPS = 2000, 0.02, 100
-over_methods = pytest.mark.parametrize("method", WAYS)
 
 # ranks, and threads of each; the others are in `make test-slow`
 ALWAYS = [(1, 1), (2, 1), (3, 1), (1, 4), (3, 2), (3, 4), (3, MIXED)]
@@ -74,7 +73,9 @@ def cases(several_only: bool = False):
     slow += [(name, *case) for name in ADAPTERS if name != "flat" for case in MORE]
 
     def is_slow(case: tuple, method: str) -> bool:
-        return case in slow and (case, method) != (("flat", 8, 1), "oktopk")
+        if case == ("flat", 8, 1):
+            return method != "oktopk"
+        return case in slow or (case[0] != "flat" and method not in ("oktopk", "topka", "dense"))
 
     return [
         pytest.param(*case, method, marks=[pytest.mark.slow] if is_slow(case, method) else [])
@@ -165,7 +166,10 @@ def test_threads_change_no_bit(world, long_run, adapter, P, threads, method):
             assert mine.stats.bytes_sent == other.stats.bytes_sent
 
 
-@over_methods
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(way, marks=[] if way == "oktopk" else pytest.mark.slow) for way in WAYS],
+)
 def test_laws_hold_for_two_million_elements(world, method):
     ranks = world.run(4, trajectory, method, 2_000_000, 0.01, "gaussian", 2, torch.float32)
     assert_nothing_is_lost(ranks, tolerance=1e-6)

@@ -76,7 +76,7 @@ def test_half_precision_gradients_keep_fp32_residuals(method, P, dtype):
 
 
 @over_methods
-@pytest.mark.parametrize("P", [2, 3, 5])
+@pytest.mark.parametrize("P", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("wire", CODECS)
 def test_rounded_averages_over_senders_lose_nothing(method, P, wire):
     """What division and rounding take off a quotient, times its senders, stays in a residual."""

@@ -48,7 +48,7 @@ def test_counts_stay_near_k_for_hundreds_of_steps(stream, steps):
 
 
 @pytest.mark.parametrize("stream", ["jumping", "zeros", "ties", "skewed", "some_ranks_empty"])
-@pytest.mark.parametrize("P", [2, 3, 8])
+@pytest.mark.parametrize("P", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_bill_and_cap_hold_whatever_the_gradients_do(P, stream):
     ranks = simulated(P, LONG, 3000, 0.02, stream, 34)
     assert_bill_is_bounded(ranks)

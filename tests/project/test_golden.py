@@ -23,13 +23,17 @@ def _without_oktopk(group) -> str:
     return golden.without_oktopk()
 
 
-SIZES = [pytest.param(P, marks=[] if P == 2 else pytest.mark.slow) for P in golden.SIZES]
+CASES = [
+    pytest.param(P, wire, marks=[] if (P, wire) == (2, "bf16") else pytest.mark.slow)
+    for P in golden.SIZES
+    for wire in golden.WIRES
+]
 
 
-@pytest.mark.parametrize("P", SIZES)
-def test_training_ends_with_the_recorded_bits(worlds, recorded, P):
-    for found in worlds.run(P, golden.trained, timeout=300):
-        assert found == recorded[f"P = {P}"]
+@pytest.mark.parametrize(("P", "wire"), CASES)
+def test_training_ends_with_the_recorded_bits(worlds, recorded, P, wire):
+    for found in worlds.run(P, golden.trained, (wire,), timeout=300):
+        assert found == {name: bits for name, bits in recorded[f"P = {P}"].items() if wire in name}
 
 
 def test_a_resumed_run_ends_with_the_recorded_bits(worlds, recorded):

@@ -165,16 +165,20 @@ def worker(process: subprocess.Popen, variable: str) -> int | None:
 
 
 def weights(folder: Path) -> str:
-    """The bits of the model in the newest checkpoint; one that a trial renamed is none."""
-    complete = {
-        json.loads(path.read_text())["step"]: path
-        for path in folder.glob("checkpoints/step-*/complete.json")
-    }
-    own = [step for step, path in complete.items() if path.parent.name == f"step-{step:08d}"]
+    """The bits of the model in the newest checkpoint; one that a trial has damaged is none."""
+    own = [path for path in folder.glob("checkpoints/step-*") if _says_its_step(path)]
     if not own:
         return ""
-    newest = complete[max(own)].with_name("common.pt")
-    return digest(torch.load(newest, weights_only=True)["model"])
+    return digest(torch.load(max(own) / "common.pt", weights_only=True)["model"])
+
+
+def _says_its_step(folder: Path) -> bool:
+    """Whether the manifest can be read and has the step of the folder's name."""
+    try:
+        step = json.loads((folder / "complete.json").read_bytes())["step"]
+    except (OSError, ValueError):  # missing, a folder, cut, or overwritten
+        return False
+    return folder.name == f"step-{step:08d}"
 
 
 def reference(trial: Trial) -> str:

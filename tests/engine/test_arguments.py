@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from dataclasses import fields
 
@@ -19,6 +20,7 @@ ODD = [
     *(None, True, -1, 0, 0.5, 3, 2.0, math.nan, math.inf, 10**400, "", "x", "\udcff", b"x", [], {}),
     *((), ((0, 2),), [(1, 0.5)], range(3), int, print, np.int64(3), np.float32(0.5)),
     *(np.array([1, 2]), torch.tensor(3), torch.ones(3), torch.empty(3, device="meta"), object()),
+    torch.eye(2).to_sparse(),
 ]
 
 
@@ -55,10 +57,12 @@ def attach_oddly(group) -> list[str]:
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(8, 8), process_group=group)
     optimizer, wrong = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for name in ("method", "timeout", "clip_before", "check_every", "total_steps", "policy"):
+    for name in list(inspect.signature(attach).parameters)[1:]:
         for value in ODD:
             try:
-                attach(model, **({"optimizer": optimizer} | {name: value})).close()
+                attach(
+                    model, **({"optimizer": optimizer, "verbose": False} | {name: value})
+                ).close()
             except (TypeError, ValueError) as error:
                 if name not in str(error):
                     wrong.append(f"{name}={value!r}: {error}")

@@ -156,7 +156,7 @@ def attach(
     timeout = time_limit(timeout)
     choice("method", method, (*METHODS, "auto"))
     if local_group is not None:
-        check_hierarchy(model, comm, method)
+        check_hierarchy(local_group, model, comm, method)
     scaling = ResidualScaling(optimizer, scaler)
     if on_nonfinite is None:
         on_nonfinite = "deliver" if scaling.has_scaler else "skip"
@@ -179,7 +179,7 @@ def attach(
         schedule=() if schedule is None else schedule,
         max_beta1=max_beta1,
         scope=scope,
-        wire=wire or "bf16",
+        wire="bf16" if wire is None else wire,
         group_numel=group_numel,
         exact_every=exact_every,
         bounds_every=bounds_every,

@@ -165,20 +165,23 @@ def connect_nodes(local_group: Any, timeout: float, undo: ExitStack, device: tor
 
 def _node_key(local_group: Any) -> int:
     """A number that is the same on all ranks of a node."""
-    if local_group == "node":
+    if isinstance(local_group, str):
         boot = BOOT_ID.read_text() if BOOT_ID.exists() else ""
         name = f"{socket.gethostname()} {boot}"
         return int.from_bytes(sha256(name.encode()).digest()[:7])
-    if not isinstance(local_group, dist.ProcessGroup):
+    return min(dist.get_process_group_ranks(local_group))
+
+
+def check_hierarchy(
+    local_group: Any, model: DistributedDataParallel, comm: Comm | None, method: str
+) -> None:
+    """Raise for what `local_group` cannot be, and for what does not work with it."""
+    is_node = isinstance(local_group, str) and local_group == "node"
+    if not is_node and not isinstance(local_group, dist.ProcessGroup):
         raise TypeError(
             "local_group must be 'node', or the process group of the ranks of this node, got "
             f"{short_repr(local_group)}"
         )
-    return min(dist.get_process_group_ranks(local_group))
-
-
-def check_hierarchy(model: DistributedDataParallel, comm: Comm | None, method: str) -> None:
-    """Raise ValueError for what does not work with `local_group`."""
     if dist.get_world_size(model.process_group) != dist.get_world_size():
         raise ValueError("local_group needs a DDP model of all ranks of the job")
     if comm is not None:

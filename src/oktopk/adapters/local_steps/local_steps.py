@@ -117,7 +117,7 @@ def local_steps(
         density=DENSITY if budget else density,  # pyright: ignore[reportArgumentType] - checked
         decay=decay,
         average=average,
-        wire=wire or "bf16",
+        wire="bf16" if wire is None else wire,
         exact_every=exact_every,
         bounds_every=bounds_every,
         on_nonfinite=on_nonfinite,

@@ -56,7 +56,7 @@ def attach_oddly(group) -> list[str]:
     """Arguments of `attach` that were neither taken nor refused by name."""
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(8, 8), process_group=group)
-    optimizer, wrong = torch.optim.SGD(model.parameters(), lr=0.1), []
+    usual, wrong = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "verbose": False}, []
     for name in list(inspect.signature(attach).parameters)[1:]:
         for value in ODD:
             try:

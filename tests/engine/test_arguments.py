@@ -60,9 +60,7 @@ def attach_oddly(group) -> list[str]:
     for name in list(inspect.signature(attach).parameters)[1:]:
         for value in ODD:
             try:
-                attach(
-                    model, **({"optimizer": optimizer, "verbose": False} | {name: value})
-                ).close()
+                attach(model, **(usual | {name: value})).close()
             except (TypeError, ValueError) as error:
                 if name not in str(error):
                     wrong.append(f"{name}={value!r}: {error}")

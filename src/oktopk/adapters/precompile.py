@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the kernels while the warm-up runs, so that the first sparse step need not wait for them.
+"""Compile the kernels before the first sparse exchange, so that it need not wait for them.
 
 A thread of its own runs some tiny sparse steps with the settings of the run, on two simulated
 ranks: that compiles exactly the kernels that the run will use, with their types. Nothing is sent,
@@ -33,16 +33,19 @@ _threads: dict[tuple[object, ...], threading.Thread] = {}
 """By what decides which kernels are needed. A key is never removed: a process compiles once."""
 
 
-def precompile(settings: Settings, parameters: Iterable[Tensor]) -> None:
-    """Start compiling what a run needs, unless it starts without a warm-up to hide it behind.
+def precompile(
+    settings: Settings, parameters: Iterable[Tensor], steps_before: int | None = None
+) -> None:
+    """Start compiling what a run needs, if there are steps before its first sparse exchange.
 
-    The gradients are taken to be like the first parameter. Only for CPUs: Triton's kernels are
-    compiled for the sizes that they are launched with.
+    By default these are the warm-up. The gradients are taken to be like the first parameter. Only
+    for CPUs: Triton's kernels are compiled for the sizes that they are launched with.
     """
     like = next(iter(parameters), None)
     if like is None or like.device.type != "cpu":
         return
-    if settings.method == "dense" or settings.warmup_steps == 0:
+    steps_before = settings.warmup_steps if steps_before is None else steps_before
+    if settings.method == "dense" or steps_before == 0:
         return
     dtype = like.dtype
     key = (settings.method, settings.wire, settings.scope, settings.average, dtype)

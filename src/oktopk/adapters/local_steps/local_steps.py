@@ -26,6 +26,7 @@ from oktopk.adapters.local_steps.handle import LocalSteps
 from oktopk.adapters.local_steps.outer_step import OuterOptions
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.adapters.policy import Policy
+from oktopk.adapters.precompile import precompile
 from oktopk.adapters.validation import check_devices, check_types, is_on_cuda, time_limit
 from oktopk.comm.broadcast import broadcast_
 from oktopk.comm.communicator import Comm
@@ -137,7 +138,9 @@ def local_steps(
         comm=comm,
         timeout=time_limit(timeout),
     )
-    return _start(job, settings, options, on_step, budget)
+    handle = _start(job, settings, options, on_step, budget)
+    precompile(settings, parameters.parameters.values(), steps_before=every - 1)
+    return handle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -92,9 +92,16 @@ def attach(
     comm: Comm | None = None,
     local_group: dist.ProcessGroup | Literal["node"] | None = None,
 ) -> Handle:
-    """Compress the gradient exchange of a DDP model. Every rank must call it, before training.
+    """Exchange the gradients of a DDP model sparsely. Every rank must call it, before training.
+
+        model = DistributedDataParallel(net)
+        handle = oktopk.attach(model, optimizer=optimizer, density=0.02)
+
+    From then on `backward()` averages the largest entries of the gradient over all ranks, and each
+    rank keeps the rest for later steps. The training loop does not change.
 
     Args:
+        model: a `DistributedDataParallel` model that has no communication hook yet.
         method: a name of `oktopk.METHODS`, or `auto`: dense, topka or oktopk, whichever is fastest
             by a short measurement of the network and the kernels now. The choice is logged.
         density: fraction of the entries that is kept, in (0, 1]; or `auto`: the highest whose
@@ -107,17 +114,20 @@ def attach(
         ramp_steps: steps after the warm-up in which the density falls from 25 %. By default twice
             the warm-up if there is an optimizer, else 0.
         schedule: (steps, density) pairs that follow the warm-up, instead of a ramp.
-        optimizer: the optimizer or a scheduler of it. The preset of SGD, or of Adam and its kin, is
-            used and announced (`oktopk.optim.presets`): SGD's residuals are rescaled with its
-            learning rate, Adam's second moment is corrected for sums that arrive late. Rank 0 warns
-            of any other optimizer: it gets plain error feedback, as does None. An optimizer that is
-            made later can be given to `Handle.bind`.
+        optimizer: the optimizer or a scheduler of it. The preset of SGD, or of Adam and optimizers
+            with its `betas`, is used and announced (`oktopk.optim.presets`): SGD's residuals are
+            rescaled with its learning rate, Adam's second moment is corrected for sums that arrive
+            late. Rank 0 warns of any other optimizer: it gets plain error feedback, as does None.
+            An optimizer that is made later can be given to `Handle.bind`.
         scaler: residuals are rescaled with its loss scale, and a NaN is delivered for it to see. A
             disabled scaler counts as none.
-        overshoot: see `oktopk.Settings`. None: as the optimizer's preset says.
-        staleness_correction: see `oktopk.Settings`. None: as the optimizer's preset says.
-        rescale_with_lr: see `oktopk.Settings`. None: as the optimizer's preset says.
-        max_beta1: see `oktopk.Settings`. None leaves Adam's first beta alone.
+        overshoot: how much more of every sum is delivered than was accumulated, and taken off the
+            residual again. None: as the optimizer's preset says.
+        staleness_correction: whether Adam's second moment takes a sum that arrives late as several
+            small gradients, not as a large one. None: as the optimizer's preset says.
+        rescale_with_lr: whether the residual is rescaled when the learning rate changes. None: as
+            the optimizer's preset says.
+        max_beta1: an upper limit for Adam's first beta in the sparse phase. None leaves it alone.
         clip_before: clip this rank's gradient, without the scaler's loss scale, to this norm before
             the exchange. The norm needs the last bucket, so nothing overlaps with backward. To
             clip after the exchange, call `clip_grad_norm_` as always.
@@ -149,6 +159,15 @@ def attach(
             machine. Gradients are then reduced densely inside a node, and each of its ranks
             exchanges an equal slice of them with the other nodes. Statistics and residuals are
             those of the slice.
+
+    Returns:
+        The handle: statistics of the last step, the state that a resume needs, and `close()`.
+
+    Raises:
+        TypeError: an argument has the wrong type, or the model is not a `DistributedDataParallel`.
+        ValueError: an argument, the model or the process group cannot be used, or the ranks were
+            called with different arguments. The message says what to do.
+        ExchangeError: a rank did not take part within `timeout`; the message names it.
     """
     check_model(model)
     check_types(policy=policy, on_step=on_step, comm=comm)

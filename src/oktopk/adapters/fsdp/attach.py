@@ -74,6 +74,10 @@ def attach_fsdp(
 ) -> FSDPHandle:
     """Exchange gradients sparsely between replicas of a model that FSDP2 shards.
 
+        mesh = init_device_mesh("cuda", (sites, 8), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+        handle = oktopk.attach_fsdp(model, mesh["replicate"], optimizer=optimizer, density=0.02)
+
     Every rank of the job must call it, after `fully_shard` and before training. Gradients are
     averaged over replicas at the end of every backward that reduces them, so clipping and the
     optimizer see what they see with torch's own HSDP. All replicas must start from the same
@@ -93,10 +97,13 @@ def attach_fsdp(
         optimizer: the optimizer or a scheduler of it; see `oktopk.attach`.
         scaler: residuals are rescaled with its loss scale, and a NaN is delivered for it to see. A
             disabled scaler counts as none.
-        overshoot: see `oktopk.Settings`. None: as the optimizer's preset says.
-        staleness_correction: see `oktopk.Settings`. None: as the optimizer's preset says.
-        rescale_with_lr: see `oktopk.Settings`. None: as the optimizer's preset says.
-        max_beta1: see `oktopk.Settings`. None leaves Adam's first beta alone.
+        overshoot: how much more of every sum is delivered than was accumulated, and taken off the
+            residual again. None: as the optimizer's preset says.
+        staleness_correction: whether Adam's second moment takes a sum that arrives late as several
+            small gradients, not as a large one. None: as the optimizer's preset says.
+        rescale_with_lr: whether the residual is rescaled when the learning rate changes. None: as
+            the optimizer's preset says.
+        max_beta1: an upper limit for Adam's first beta in the sparse phase. None leaves it alone.
         policy: which parameters travel dense, by their whole shapes; biases, norms and tiny ones
             by default.
         wire: how entries travel: `plain`, `fp32`, `bf16`, `fp16`, `int8`, `int4`, `int2` or
@@ -115,6 +122,15 @@ def attach_fsdp(
             the run ends before the sparse phase.
         verbose: rank 0 announces what will happen in one line, and the begin of the sparse phase in
             another.
+
+    Returns:
+        The handle: statistics of the last step, the state that a resume needs, and `close()`.
+
+    Raises:
+        TypeError: an argument has the wrong type, or the model is not sharded by `fully_shard`.
+        ValueError: an argument, the model or the process group cannot be used, or the ranks were
+            called with different arguments. The message says what to do.
+        ExchangeError: a rank did not take part within `timeout`; the message names it.
     """
     check_types(policy=policy, on_step=on_step, comm=None)
     scaling = ResidualScaling(optimizer, scaler)

@@ -71,6 +71,8 @@ def local_steps(
 ) -> LocalSteps:
     """Train alone and exchange weight changes every `every` steps. Every rank must call it.
 
+        outer = oktopk.local_steps(model, optimizer, every=32, density=0.05)
+
     All ranks take over the weights and buffers of rank 0. Each rank then trains with its own
     optimizer. After every `every`-th `optimizer.step()` the ranks exchange the largest entries of
     what their weights have changed by since the last exchange; what is not sent is kept for the
@@ -109,6 +111,15 @@ def local_steps(
             group of some ranks, torch asks that each of them is in equally many groups.
         comm: an `oktopk.Comm` to exchange over, instead of a new process group of these ranks. It
             stays open when the handle is closed, but a failed exchange closes it.
+
+    Returns:
+        The handle: statistics of the last exchange, the state that a resume needs, and `close()`.
+
+    Raises:
+        TypeError: an argument has the wrong type, or the model is not a module.
+        ValueError: an argument, the model or the process group cannot be used, or the ranks were
+            called with different arguments. The message says what to do.
+        ExchangeError: a rank did not take part within `timeout`; the message names it.
     """
     check_types(policy=policy, on_step=on_step, comm=comm)
     choice("on_nonfinite", on_nonfinite, ("skip", "raise"))

@@ -123,7 +123,8 @@ def damaged(trial: Trial) -> list[Finding]:
     words = plain_words(again)
     # also right: a folder that is not what its name says, settings that are gone
     refusal = how in ("renamed", "config.toml emptied") and bool(again.code)
-    return left + words + ([] if refusal else same_end(trial, again, folder))
+    told = how == "the journal cut" and "metrics.jsonl is damaged" in again.said
+    return left + words + ([] if refusal else same_end(trial, again, folder, all_steps=not told))
 
 
 def _cut(path: Path, at: float) -> None:

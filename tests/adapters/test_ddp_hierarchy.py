@@ -48,6 +48,19 @@ def take_steps(model, optimizer, steps) -> None:
         optimizer.step()
 
 
+def averaged(group, local_group) -> float:
+    model = DistributedDataParallel(torch.nn.Linear(4, 4, bias=False).half())
+    handle = oktopk.attach(model, local_group=nodes(2) if local_group else None, warmup_steps=9)
+    model(torch.full((1, 4), 200.0).half()).backward(torch.full((1, 4), 200.0).half())
+    handle.close()
+    return float(model.module.weight.grad.max())
+
+
+@pytest.mark.parametrize("local_group", [False, True])
+def test_16_bit_gradients_do_not_overflow_in_the_sum_of_a_node(worlds, local_group):
+    assert worlds.run(4, averaged, local_group) == [40_000.0] * 4
+
+
 def weights_of(model) -> dict:
     return {name: p.detach().clone() for name, p in model.module.named_parameters()}
 

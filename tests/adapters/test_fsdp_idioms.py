@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import oktopk
 from sites import SPARSE, Net, Site, assert_same_bits, batch, mesh_of, shard, whole
@@ -69,6 +70,7 @@ IDIOMS = {
     "clipping": Idiom(clip=0.1),
     "compiled_blocks": Idiom(before="compile"),
     "shards_of_columns": Idiom(after="columns"),
+    "modules_in_a_list": Idiom(after="list"),
     "divide_factor": Idiom(after="set_gradient_divide_factor"),
 }
 
@@ -95,7 +97,10 @@ def sharded(idiom: Idiom, mesh) -> torch.nn.Module:
     if idiom.after == "columns":
         even = lambda p: Shard(1) if p.shape[-1] % 4 == 0 and p.ndim > 1 else Shard(0)  # noqa: E731
         more["shard_placement_fn"] = even
-    model = shard(prepared(idiom), mesh, **more)
+    model = prepared(idiom)
+    if idiom.after == "list":
+        fully_shard([model.first, model.head], mesh=mesh)
+    model = shard(model, mesh, **more)
     if idiom.after == "set_reshard_after_backward":
         model.set_reshard_after_backward(False)
     if idiom.after == "set_gradient_divide_factor":  # what all ranks have in their local batches
@@ -275,6 +280,62 @@ def reentrant_checkpointing(mesh) -> None:
     one_step(model)
 
 
+class Recomputed(torch.nn.Linear):
+    """A layer that reentrant checkpointing computes anew in backward."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+class CalledTwice(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = torch.nn.Linear(20, 20), Recomputed(20, 20)
+
+    def forward(self, x):
+        return self.inner(self.inner(self.first(x)))
+
+
+def reduced_twice(mesh) -> None:
+    model = CalledTwice()
+    fully_shard(model.inner, mesh=mesh["shard"])
+    attach(fully_shard(model, mesh=mesh["shard"]), mesh)
+    one_step(model)
+
+
+def a_part(mesh) -> None:
+    model = shard(Net(), mesh["shard"])
+    attach(model.blocks[0], mesh)
+    one_step(model)
+
+
+def closed(mesh) -> None:
+    model = shard(Net(), mesh["shard"])
+    attach(model, mesh).close()
+    attach(model, mesh).close()
+    one_step(model)
+
+
+def an_early_optimizer(mesh) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    attach(shard(model, mesh["shard"]), mesh, optimizer=optimizer)
+
+
+def a_compiled_model(mesh) -> None:
+    attach(torch.compile(shard(Net(), mesh["shard"]), backend="eager"), mesh)
+
+
+def other_weights_after_loading(mesh) -> None:
+    model = shard(Net(), mesh["shard"])
+    handle = attach(model, mesh)
+    one_step(model)
+    handle.load_state_dict(handle.state_dict())
+    with torch.no_grad():
+        model.head.bias += mesh["replicate"].get_local_rank()
+    one_step(model)
+
+
 def several_meshes(mesh) -> None:
     model = Net()
     fully_shard(model.blocks[0], mesh=mesh["replicate"])
@@ -311,6 +372,13 @@ REFUSED = {
     "other weights": (other_weights, "give all of them the same seed"),
     "other settings": (other_settings, "density"),
     "reentrant checkpointing": (reentrant_checkpointing, "needs use_reentrant=False there"),
+    "reduced twice": (reduced_twice, "'inner' twice in one backward"),
+    "a part of a model": (a_part, "Call it with the outermost one"),
+    "closed": (closed, "was closed: call attach_fsdp again"),
+    "an early optimizer": (an_early_optimizer, "make it after fully_shard"),
+    "a compiled model": (a_compiled_model, "call it before torch.compile"),
+    "other weights after loading": (other_weights_after_loading, "give all of them the same seed"),
+    "automatic density": (lambda mesh: attach(Net(), mesh, density="auto"), "no density='auto'"),
     "several meshes": (several_meshes, "attach_fsdp needs one mesh for all of them"),
     "tensor parallelism": (tensor_parallelism, "parameters that only FSDP shards"),
     "not all ranks": (not_all_ranks, "and the job has 4"),

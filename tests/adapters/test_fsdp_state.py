@@ -125,6 +125,11 @@ def wrong_states(group) -> list[str]:
         right | {"metadata": {"0-0": text.replace(f'"rank": {rank}', f'"rank": {(rank + 1) % 4}')}},
         right | {"metadata": {"0-0": text.replace('"world_size": 4', '"world_size": 8')}},
     ]
+    wrong += [
+        right | {"residuals": {}},
+        right | {"residuals": []},
+        right | {"arrived": {"head.bias": 3}},
+    ]
     for state in wrong:
         with pytest.raises(StateError) as error:
             site.handle.load_state_dict(state)
@@ -140,7 +145,9 @@ def wrong_states(group) -> list[str]:
 
 def test_a_state_that_does_not_fit_is_refused(worlds):
     for texts in worlds.run(4, wrong_states):
-        empty, no_text, other_rank, other_mesh = texts
+        empty, no_text, other_rank, other_mesh, no_residuals, a_list, no_tensor = texts
+        assert "no residuals of replica" in no_residuals and "by its number" in a_list
+        assert "the arrived in the state must be tensors" in no_tensor
         assert "not a state of attach_fsdp" in empty and "text of a rank" in no_text
         assert "load each rank's own" in other_rank
         assert "load it with handle.load_checkpoint" in other_mesh

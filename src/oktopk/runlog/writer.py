@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import msgspec
 
 from oktopk.runlog.schema import Record
+
+log = logging.getLogger("oktopk.runlog")
 
 
 class RunLogWriter:
@@ -23,6 +26,15 @@ class RunLogWriter:
     def __init__(self, path: Path, start: int = 0) -> None:
         written = path.read_bytes()[:start] if path.exists() else b""
         complete = written[: written.rfind(b"\n") + 1]  # the last line may be unfinished
+        if len(complete) < start:
+            log.warning(
+                "%s is damaged: it has %d of the %d bytes that were in it at the checkpoint. The "
+                "training is not affected; the steps that were in the rest are missing from "
+                "reports",
+                path,
+                len(complete),
+                start,
+            )
         self._file = path.open("a")
         self._file.truncate(len(complete))
         self._file.seek(len(complete))  # else the old end is reported until something is written

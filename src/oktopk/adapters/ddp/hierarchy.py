@@ -138,8 +138,9 @@ class HierarchicalDriver(StepDriver):
         (whole,) = self.parameters.copies(self._waiting, [self.parameters.names])
         if self.options.clip_before is not None:
             clip_([whole], self.options.clip_before * self.scaling.loss_scale)
+        whole /= self.node.size  # before the sum, as DDP does: one of 16 bits may overflow
         shares = equal_shares(whole, self.node.size)
-        self._slice = self.node.reduce_scatter(shares, stage="reduce").div_(self.node.size)
+        self._slice = self.node.reduce_scatter(shares, stage="reduce")
         if not self.is_checked:
             self.check_consistency(self._slice, check_every=self.check_every)
         self._step = self.begin(self._slice)

@@ -27,7 +27,14 @@ from oktopk.adapters.fsdp.driver import ShardDriver
 from oktopk.adapters.fsdp.handle import FSDPHandle
 from oktopk.adapters.fsdp.modules import reshard, shard_group, sharded_modules
 from oktopk.adapters.fsdp.parameters import ShardLayout
-from oktopk.adapters.fsdp.validation import as_group, check_grid, check_model, check_modules
+from oktopk.adapters.fsdp.validation import (
+    as_group,
+    check_grid,
+    check_model,
+    check_modules,
+    check_optimizer,
+    refuse_auto,
+)
 from oktopk.adapters.handle import Connection
 from oktopk.adapters.policy import Policy
 from oktopk.adapters.precompile import precompile
@@ -133,6 +140,7 @@ def attach_fsdp(
         ExchangeError: a rank did not take part within `timeout`; the message names it.
     """
     check_types(policy=policy, on_step=on_step, comm=None)
+    refuse_auto(method=method, density=density)
     scaling = ResidualScaling(optimizer, scaler)
     if on_nonfinite is None:
         on_nonfinite = "deliver" if scaling.has_scaler else "skip"
@@ -188,7 +196,8 @@ def _job(
     model: nn.Module, replicate_group: Any, policy: Policy, scaling: ResidualScaling, timeout: float
 ) -> _Job:
     group = as_group(replicate_group)
-    check_model(model)
+    model = check_model(model)
+    check_optimizer(scaling.optimizer, model)
     reshard(model)
     modules = sharded_modules(model)
     check_modules(modules)
@@ -196,7 +205,7 @@ def _job(
     shards = dist.get_process_group_ranks(shard_group(modules[0]))
     check_grid(replicas, shards)
     return _Job(
-        parameters=ShardLayout(dict(model.named_parameters()), modules, policy),
+        parameters=ShardLayout(model, modules, policy),
         replicas=replicas,
         shards=shards,
         scaling=scaling,

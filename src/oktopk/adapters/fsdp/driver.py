@@ -84,6 +84,13 @@ class ShardDriver(GradientDriver[ShardLayout]):
         if not module.all_reduces:
             self._accumulate(number, flat)
             return
+        if number in self._reduced.flats:
+            raise ValueError(
+                f"step {self.engine.step}: FSDP has reduced the gradients of module "
+                f"{module.name!r} twice in one backward, as with a module that is called twice and "
+                "has checkpoint(..., use_reentrant=True) inside: attach_fsdp needs "
+                "use_reentrant=False there"
+            )
         if number in self._partial:
             flat += self._partial.pop(number)
         self._reduced.flats[number] = flat
@@ -124,12 +131,17 @@ class ShardDriver(GradientDriver[ShardLayout]):
         self._reduced, self._partial = Reduced(), {}
 
     def _check_first(self, like: Tensor) -> None:
-        """Compare what only the first step shows, on both axes; at the start the weights too."""
+        """Compare what only the first step shows, on both axes, and the weights."""
+        if self.parameters.is_inside_another:
+            raise ValueError(
+                "attach_fsdp was called with a part of a model that fully_shard was called with as "
+                "a whole: the parameters outside of that part would not be exchanged. Call it with "
+                "the outermost one"
+            )
         self.check_consistency(like, check_every=self.check_every)
         values = {"step": self.engine.step, "shares of k": self.engine.shares}
         check_consistency(self.shard_comm, like.device, values)
-        if self.engine.step == 0:
-            self._check_replicas(0)
+        self._check_replicas(self.engine.step)
 
     def _check_replicas(self, step: int) -> None:
         try:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from oktopk.adapters.fsdp import state as fsdp_state
 from oktopk.adapters.fsdp.driver import ShardDriver
+from oktopk.adapters.fsdp.modules import refuse_backward
 from oktopk.adapters.handle import BaseHandle, Connection
 from oktopk.comm.ledger import Traffic
 from oktopk.engine.saved_state import Saved, taken_over
@@ -28,7 +29,6 @@ USE_DCP = (
     "save handle.state_dict() with torch.distributed.checkpoint, and load it with "
     "handle.load_checkpoint"
 )
-CLOSED = "the handle of this model was closed: call attach_fsdp again"
 
 
 class FSDPHandle(BaseHandle[ShardDriver]):
@@ -141,9 +141,10 @@ class FSDPHandle(BaseHandle[ShardDriver]):
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Remove the hooks and close the process groups: from now on nothing goes between sites."""
+        """Close the process groups. A later backward of the model raises, until `attach_fsdp` is
+        called again: the replicas would drift apart."""
         for module in self.driver.parameters.modules:
-            module.hook(None)
+            module.hook(refuse_backward)
         self._staleness.close()
         self._finalizer()
         self._close_comm()
@@ -193,8 +194,6 @@ class FSDPHandle(BaseHandle[ShardDriver]):
         try:
             if self.failure is not None:
                 raise RuntimeError(f"an exchange failed before: {self.failure}") from self.failure
-            if self.closed:
-                raise RuntimeError(CLOSED)
             if detector.diagnosis is not None:
                 raise ExchangeError("another rank reported a failure")
             yield

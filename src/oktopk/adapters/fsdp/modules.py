@@ -59,9 +59,18 @@ class ShardedModule:
         """Let FSDP call this with the reduced gradient; None is nothing."""
         self.group._all_reduce_hook = hook
 
-    @property
-    def is_hooked(self) -> bool:
-        return self.group._all_reduce_hook is not None
+
+def refuse_backward(flat: Tensor) -> None:
+    """The hook that `close` leaves: without it every replica would train on its own, unnoticed."""
+    raise RuntimeError(
+        "the handle of this FSDP model was closed: call attach_fsdp again, or "
+        "model.set_all_reduce_hook(None) to train every replica on its own"
+    )
+
+
+def has_foreign_hook(group: Any) -> bool:
+    """Whether an FSDP parameter group has a hook that `attach_fsdp` must not replace."""
+    return group._all_reduce_hook not in (None, refuse_backward)
 
 
 def padded_numel(parameter: Any) -> int:
@@ -75,11 +84,14 @@ def sharded_modules(model: nn.Module) -> list[ShardedModule]:
     The parameters must be sharded, as they are between a backward and the next forward.
     """
     names = {id(p): clean_name(name) for name, p in model.named_parameters()}
-    found = []
+    found, seen = [], set()
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
         for group in param_groups(module):
+            if id(group) in seen:  # modules of one list, fully_shard([a, b]), share their groups
+                continue
+            seen.add(id(group))
             parameters = {
                 names[id(each.sharded_param)]: each
                 for each in group.fsdp_params
@@ -97,7 +109,16 @@ def is_in_backward(module: ShardedModule) -> bool:
 
 def param_groups(module: FSDPModule) -> list[Any]:
     """FSDP's records of the parameters that it reduces together."""
-    return module._get_fsdp_state()._fsdp_param_groups
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    only = state._fsdp_param_group  # of older versions of torch
+    return [] if only is None else [only]
+
+
+def is_root(model: Any) -> bool | None:
+    """Whether no other FSDP module contains this one; None before the first forward."""
+    return model._get_fsdp_state()._is_root
 
 
 def reshard(model: nn.Module) -> None:

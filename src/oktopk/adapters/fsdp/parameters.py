@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from oktopk.adapters.fsdp.modules import ShardedModule, padded_numel
+from oktopk.adapters.fsdp.modules import ShardedModule, is_root, padded_numel
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.adapters.policy import Policy
 from oktopk.engine.buckets import Layout
@@ -23,13 +23,12 @@ class ShardLayout(ParameterLayout):
     at its end are padding, whose gradient is zero. Nothing of it is ever selected.
     """
 
-    def __init__(
-        self, named: dict[str, Tensor], modules: list[ShardedModule], policy: Policy
-    ) -> None:
+    def __init__(self, model: nn.Module, modules: list[ShardedModule], policy: Policy) -> None:
         self._sharded: dict[str, Any] = {}
         for module in modules:
             self._sharded |= module.parameters
-        super().__init__(named, policy)
+        super().__init__(dict(model.named_parameters()), policy)
+        self._model = model
         self.modules = modules
         self.layout: Layout = [list(module.parameters) for module in modules]
 
@@ -37,6 +36,11 @@ class ShardLayout(ParameterLayout):
     def device(self) -> torch.device:
         """Where gradients are computed; with CPU offload the parameters are elsewhere."""
         return self.modules[0].device
+
+    @property
+    def is_inside_another(self) -> bool:
+        """Whether the model is a part of another FSDP model. It is known after a forward."""
+        return is_root(self._model) is False
 
     def stored(self) -> dict[str, Tensor]:
         """This rank's shards, by name."""

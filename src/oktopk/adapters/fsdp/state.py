@@ -76,9 +76,14 @@ def of_this_rank(state: Any, replicas: Comm, shards: Comm) -> dict[str, Any]:
     if not isinstance(state, dict) or not set(KEYS) <= set(state):
         raise StateError(f"not a state of attach_fsdp: expected one with {sorted(KEYS)}")
     texts, here = state["metadata"], place(replicas.rank, shards.rank)
+    if not isinstance(state["residuals"], dict):
+        raise StateError("'residuals' of the state must have those of a replica, by its number")
     if not isinstance(texts, dict) or not texts:
         raise StateError("'metadata' of the state must have the text of a rank")
     metadata = parse_metadata(texts.get(here, next(iter(texts.values()))))
+    _check_tensors("arrived", state["arrived"])
+    for replica, tensors in state["residuals"].items():
+        _check_tensors(f"residuals of replica {replica}", tensors)
     arrived = {name: local_shard(x) for name, x in state["arrived"].items()}
     if metadata.shards == shards.size and metadata.replicas == replicas.size:
         if place(metadata.replica, metadata.shard) != here:
@@ -86,12 +91,19 @@ def of_this_rank(state: Any, replicas: Comm, shards: Comm) -> dict[str, Any]:
                 f"the state is of shard {metadata.shard} of replica {metadata.replica}, and this "
                 f"rank has shard {shards.rank} of replica {replicas.rank}: load each rank's own"
             )
-        own = state["residuals"][str(replicas.rank)]
+        own = state["residuals"].get(str(replicas.rank))
+        if own is None:
+            raise StateError(f"the state has no residuals of replica {replicas.rank}")
         residuals = {name: local_shard(x) for name, x in own.items()}
     else:
         residuals = _taken_over(state["residuals"], metadata, replicas)
         metadata = _moved(metadata, replicas, shards)
     return {"residuals": residuals, "arrived": arrived, "metadata": write_metadata(metadata)}
+
+
+def _check_tensors(what: str, tensors: Any) -> None:
+    if not isinstance(tensors, dict) or not all(isinstance(x, Tensor) for x in tensors.values()):
+        raise StateError(f"the {what} in the state must be tensors by name")
 
 
 def _taken_over(

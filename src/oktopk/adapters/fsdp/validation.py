@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from oktopk.adapters.fsdp.modules import ShardedModule, param_groups, shard_group
+from oktopk.adapters.fsdp.modules import ShardedModule, has_foreign_hook, param_groups, shard_group
 from oktopk.utils.arguments import short_repr
 
 MESH = (
@@ -20,8 +22,19 @@ MESH = (
 )
 
 
-def check_model(model: Any) -> None:
-    """Raise TypeError or ValueError for a model that cannot work, naming what is in the way."""
+def refuse_auto(**arguments: Any) -> None:
+    """Raise ValueError for `auto`, which only `attach` has."""
+    for name, value in arguments.items():
+        if isinstance(value, str) and value == "auto":
+            raise ValueError(f"attach_fsdp has no {name}='auto', as attach has: give a {name}")
+
+
+def check_model(model: Any) -> Any:
+    """The model. Raises TypeError or ValueError for one that cannot work, naming why."""
+    if not hasattr(FSDPModule, "set_all_reduce_hook"):
+        raise RuntimeError(f"attach_fsdp needs torch 2.7 or newer, this is {torch.__version__}")
+    if isinstance(getattr(model, "_orig_mod", None), FSDPModule):
+        raise TypeError("attach_fsdp needs the model itself: call it before torch.compile")
     if not isinstance(model, FSDPModule) or not isinstance(model, nn.Module):
         other = "use attach" if isinstance(model, DistributedDataParallel) else f"use {MESH}"
         raise TypeError(
@@ -32,6 +45,19 @@ def check_model(model: Any) -> None:
         for group in param_groups(module) if isinstance(module, FSDPModule) else ():
             _check_group(name, group)
     _refuse_unmanaged(model)
+    return model
+
+
+def check_optimizer(optimizer: Optimizer | None, model: nn.Module) -> None:
+    """Raise ValueError for an optimizer that has none of the model's parameters."""
+    if optimizer is None:
+        return
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if known.isdisjoint(id(p) for p in model.parameters()):
+        raise ValueError(
+            "the optimizer has none of the model's parameters, so nothing would be trained: make "
+            "it after fully_shard, which replaces the parameters"
+        )
 
 
 def _check_group(name: str, group: Any) -> None:
@@ -46,7 +72,7 @@ def _check_group(name: str, group: Any) -> None:
             f"FSDP module {name!r} has parameters that were DTensors before fully_shard (tensor "
             "parallelism): attach_fsdp needs parameters that only FSDP shards"
         )
-    if group._all_reduce_hook is not None:
+    if has_foreign_hook(group):
         raise ValueError(
             f"FSDP module {name!r} has an all-reduce hook already: if it is that of attach_fsdp, "
             "close() its handle first"

@@ -54,11 +54,9 @@ def main() -> None:
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    steps: list[oktopk.StepStats] = []
     options = {"density": 0.02, "warmup_steps": WARMUP, "ramp_steps": WARMUP}
-    handle = oktopk.attach_fsdp(
-        model, mesh["replicate"], optimizer=optimizer, on_step=steps.append, **options
-    )
+    handle = oktopk.attach_fsdp(model, mesh["replicate"], optimizer=optimizer, **options)
+    handle.on_step = (steps := []).append
 
     torch.manual_seed(1 + dist.get_rank())  # every rank has batches of its own
     for _ in range(STEPS):

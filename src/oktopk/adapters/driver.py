@@ -63,6 +63,11 @@ class Driver(Generic[Parameters]):
         """Whether the ranks have compared their state since the start or the last load."""
 
     @property
+    def rank(self) -> int:
+        """The number of this rank among all, shard by shard of replica by replica."""
+        return self.comm.rank * self.engine.shards.size + self.engine.shards.rank
+
+    @property
     def residuals(self) -> dict[str, Tensor]:
         """Views of the residual by parameter name; empty before the first sparse step."""
         with self.engine.lock:
@@ -147,7 +152,7 @@ class Driver(Generic[Parameters]):
             log.warning(
                 "rank %d, step %d: %s had a NaN or Inf on some rank; no rank applied it "
                 "(%d steps skipped so far)",
-                self.comm.rank,
+                self.rank,
                 stats.step,
                 self.subject,
                 self.engine.skipped,

@@ -17,6 +17,7 @@ from oktopk.adapters.gathered_state import GatheredState, gather_states
 from oktopk.adapters.rank_files import read_states, write_state
 from oktopk.comm.communicator import Comm
 from oktopk.comm.failure_detector import FailureDetector
+from oktopk.comm.ledger import Traffic
 from oktopk.engine import saved_state
 from oktopk.engine.buckets import Layout
 from oktopk.engine.saved_state import Exchanged, SavedRates
@@ -70,8 +71,7 @@ class BaseHandle(ABC, Generic[AnyDriver]):
     @property
     def _place(self) -> tuple[int, int]:
         """The number of this rank among all, shard by shard of replica by replica, and how many."""
-        shards = self.driver.engine.shards
-        return self.comm.rank * shards.size + shards.rank, self.comm.size * shards.size
+        return self.driver.rank, self.comm.size * self.driver.engine.shards.size
 
     @property
     def settings(self) -> Settings:
@@ -82,6 +82,17 @@ class BaseHandle(ABC, Generic[AnyDriver]):
     def stats(self) -> StepStats | None:
         """What the last finished step did; None before the first. Never half-filled."""
         return self.driver.stats
+
+    @property
+    def traffic(self) -> dict[str, Traffic]:
+        """What this rank sent and received since the start, by axis.
+
+        `replicate` is what goes to other replicas. Where several ranks share a replica
+        (`local_group`, or FSDP), `shard` is what the exchange sends among them.
+        """
+        shards = self.driver.engine.shards
+        axes = {"replicate": self.comm.ledger.total()}
+        return axes | ({"shard": shards.comm.ledger.total()} if shards.comm else {})
 
     @property
     def on_step(self) -> OnStep | None:

@@ -32,6 +32,11 @@ class Shards(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def comm(self) -> Comm | None:
+        """Of the ranks that have the other shards; None if there are none."""
+        ...
+
     def num_sparse(self, buckets: Buckets) -> int:
         """Entries of the whole model that travel sparse."""
         ...
@@ -48,7 +53,7 @@ class Shards(Protocol):
 class Unsharded:
     """The whole model is on every rank: there is one shard, and it keeps all of k."""
 
-    rank, size = 0, 1
+    rank, size, comm = 0, 1, None
 
     def num_sparse(self, buckets: Buckets) -> int:
         return buckets.numel - buckets.num_dense

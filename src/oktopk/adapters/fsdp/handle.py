@@ -67,11 +67,7 @@ class FSDPHandle(BaseHandle[ShardDriver]):
         flags and counts. `reduce-scatter` is what FSDP itself sends of gradients inside a site, by
         the formula of a reduce-scatter; its all-gathers of parameters are not counted.
         """
-        return {
-            "replicate": self.comm.ledger.total(),
-            "shard": self.driver.shard_comm.ledger.total(),
-            "reduce-scatter": self.driver.reduce_scattered,
-        }
+        return super().traffic | {"reduce-scatter": self.driver.reduce_scattered}
 
     def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact resume needs, for `torch.distributed.checkpoint`.

@@ -12,13 +12,8 @@ from torch import Tensor
 
 from oktopk import METHODS, StepStats
 from oktopk.comm.ledger import Traffic
-from sites import SPARSE, assert_same_bits, build, one_step, shards_of, train, whole
+from sites import MESHES, SPARSE, assert_same_bits, build, one_step, shards_of, train, whole
 
-MESHES = [
-    pytest.param(2, 4, id="2x2"),
-    pytest.param(4, 8, id="4x2", marks=pytest.mark.slow),
-    pytest.param(2, 8, id="2x4", marks=pytest.mark.slow),
-]
 ALWAYS = ("dense", "topka", "oktopk")
 over_meshes = pytest.mark.parametrize(("replicas", "ranks"), MESHES)
 
@@ -170,10 +165,10 @@ def test_the_ledger_counts_the_axes_apart(worlds):
 # A NaN on one rank.
 
 
-def with_a_nan(group, on_nonfinite: str, density: float) -> tuple:
+def with_a_nan(group, replicas: int, on_nonfinite: str, density: float) -> tuple:
     """Three steps, in the second of which rank 3 has a NaN in one entry of its own shard."""
     how = SPARSE | {"on_nonfinite": on_nonfinite, "warmup_steps": 0, "density": density}
-    site, weights, raised = build(2, how), [], False
+    site, weights, raised = build(replicas, how), [], False
     driver = site.handle.driver
 
     def take(number: int, flat: Tensor, real=driver.take) -> None:
@@ -194,13 +189,14 @@ def with_a_nan(group, on_nonfinite: str, density: float) -> tuple:
     return weights, site.handle.skipped_steps, raised, finite, [s.skipped for s in site.stats]
 
 
+@over_meshes
 @pytest.mark.parametrize("density", [0.02, 1.0])
 @pytest.mark.parametrize("on_nonfinite", ["skip", "raise"])
-def test_a_nan_on_one_rank_is_skipped_by_all_ranks_of_all_sites(worlds, on_nonfinite, density):
-    answers = worlds.run(4, with_a_nan, on_nonfinite, density)
+def test_a_nan_on_one_rank_is_skipped_by_all_ranks(worlds, replicas, ranks, on_nonfinite, density):
+    answers = worlds.run(ranks, with_a_nan, replicas, on_nonfinite, density)
     for weights, num_skipped, raised, finite, skipped in answers:
         assert num_skipped == 1 and skipped == [False, True, False] and finite
         assert raised == (on_nonfinite == "raise")
         assert all(x.isfinite().all() for x in weights[2].values())
-    for shard in (0, 1):
-        assert_same_bits([answers[shard][0][2], answers[2 + shard][0][2]])
+    for column in zip(*by_place(answers, replicas), strict=True):
+        assert_same_bits([weights[2] for weights, *_ in column])

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from oktopk.errors import StateError
-from sites import SPARSE, build, one_step, shards_of, whole
+from sites import MESHES, SPARSE, build, one_step, shards_of, whole
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
@@ -38,14 +38,14 @@ def load(site, folder: str) -> None:
     site.handle.load_checkpoint(folder)
 
 
-def run(group, kind: str, folder: str, stop: int, steps: int) -> tuple:
+def run(group, replicas: int, kind: str, folder: str, stop: int, steps: int) -> tuple:
     """The weights and residuals of a run, and of one that was resumed at `stop`."""
-    site = attached(2, kind)
+    site = attached(replicas, kind)
     for step in range(steps):
         if step == stop:
             save(site, folder)
         one_step(site, step)
-    resumed = attached(2, kind)
+    resumed = attached(replicas, kind)
     load(resumed, folder)
     for step in range(stop, steps):
         one_step(resumed, step)
@@ -64,8 +64,10 @@ def attached(replicas: int, kind: str):
 
 @pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 7])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_resumed_run_has_the_same_bits(worlds, tmp_path, kind, stop):
-    for straight, resumed in worlds.run(4, run, kind, str(tmp_path / "saved"), stop, 12):
+@pytest.mark.parametrize(("replicas", "ranks"), MESHES)
+def test_a_resumed_run_has_the_same_bits(worlds, tmp_path, replicas, ranks, kind, stop):
+    folder = str(tmp_path / "saved")
+    for straight, resumed in worlds.run(ranks, run, replicas, kind, folder, stop, 12):
         assert straight[2] == resumed[2]
         for mine, other in zip(straight[:2], resumed[:2], strict=True):
             assert mine.keys() == other.keys() and mine

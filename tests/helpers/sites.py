@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +19,13 @@ import oktopk
 CLASSES, WIDTH = 5, 49  # 49 rows cannot be divided evenly: the last shard has padding
 ALL_SPARSE = oktopk.Policy(vectors=False, below=0)
 SPARSE = {"density": 0.02, "warmup_steps": 2, "wire": "bf16"}
+
+MESHES = [
+    pytest.param(2, 4, id="2x2"),
+    pytest.param(4, 8, id="4x2", marks=pytest.mark.slow),
+    pytest.param(2, 8, id="2x4", marks=pytest.mark.slow),
+]
+"""Replicas, and ranks in all."""
 
 
 class Block(nn.Module):

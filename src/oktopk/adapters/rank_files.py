@@ -56,7 +56,11 @@ def read_states(folder: Path, rank: int, world_size: int) -> dict[str, Any] | li
         return read_tensors(own)
     if world_size in saved or not saved:
         path = path_of(folder, rank, world_size)
-        raise file_error(path, "does not exist", advice=f"{folder} has {_listed(saved)}")
+        raise file_error(
+            path,
+            "does not exist",
+            advice=f"{folder} has {_listed(saved)}; every rank must call save",
+        )
     size, files = max(saved.items())
     missing = sorted(set(range(size)) - set(files))
     if missing:

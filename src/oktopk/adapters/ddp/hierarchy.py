@@ -190,4 +190,8 @@ def check_hierarchy(
     if method == "auto":
         raise ValueError("method='auto' does not work with local_group: name a method")
     if model.find_unused_parameters:
-        raise ValueError("find_unused_parameters=True does not work with local_group")
+        raise ValueError(
+            "find_unused_parameters=True does not work with local_group: pass False to "
+            "DistributedDataParallel (with Hugging Face's Trainer, TrainingArguments("
+            "ddp_find_unused_parameters=False))"
+        )

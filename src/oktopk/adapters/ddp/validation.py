@@ -176,5 +176,6 @@ def _refuse_unordered(model: DistributedDataParallel) -> None:
             "of the used parameters by NCCL while the communication thread sends the gradients, in "
             "an order that differs between ranks, and the job may hang. If the same parameters are "
             "unused in every step, use DistributedDataParallel(..., static_graph=True); else let "
-            "every parameter take part in the loss, for instance times 0"
+            "every parameter take part in the loss, for instance times 0. Hugging Face's Trainer "
+            "asks for it by default: pass TrainingArguments(ddp_find_unused_parameters=False)"
         )

@@ -132,8 +132,17 @@ def assert_k_means_k(row: tuple[Exchanged, ...], method: str, k: int) -> None:
 @over_meshes
 @pytest.mark.parametrize("method", ["oktopk", "topka", "gtopk"])
 def test_the_invariants_at_a_density_of_two_percent(worlds, replicas, ranks, method):
+    assert_invariants(worlds, replicas, ranks, method)
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_the_invariants_with_several_threads_per_rank(worlds, threads):
+    assert_invariants(worlds, 2, 4, "oktopk", threads=threads)
+
+
+def assert_invariants(worlds, replicas: int, ranks: int, method: str, **more) -> None:
     steps, how = 12, SPARSE | {"method": method, "wire": "fp32"}
-    answers = worlds.run(ranks, exchanges, replicas, steps, how)
+    answers = worlds.run(ranks, exchanges, replicas, steps, how, **more)
     assert_same_bits([weights for _, weights, _ in answers])
     grid = by_place([done for done, _, _ in answers], replicas)
     sparse = 4 * 49 * 49  # the square weights of two blocks; all else is tiny

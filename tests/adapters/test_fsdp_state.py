@@ -104,7 +104,10 @@ def reshard(group, folder: str, old: int, new: int) -> tuple:
     return before, after, steps, weights
 
 
-@pytest.mark.parametrize(("old", "new"), [(2, 4), (2, 1)])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(2, 4), pytest.param(4, 2, marks=pytest.mark.slow), (2, 1)],
+)
 def test_another_mesh_keeps_the_sum_of_residuals(worlds, tmp_path, old, new):
     answers = worlds.run(4, reshard, str(tmp_path / "saved"), old, new)
     for before, after, steps, weights in answers:

@@ -96,14 +96,14 @@ def test_ratios_are_of_times_above_the_noop():
 def test_every_case_in_namespaces(tmp_path):
     before = interfaces()
     done = bench(
-        "--rates", "500mbit", "--json", f"{tmp_path}/b.json", "--plot", f"{tmp_path}/b.png"
+        "--rates", "none,500mbit", "--json", f"{tmp_path}/b.json", "--plot", f"{tmp_path}/b.png"
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert interfaces() == before
     rows = json.loads((tmp_path / "b.json").read_text())
-    assert [r["method"] for r in rows] == [*CASES]
-    assert {r["rate"] for r in rows} == {"500mbit"}
+    assert [r["method"] for r in rows] == [*CASES] * 2
+    assert {r["rate"] for r in rows} == {"none", "500mbit"}
     for r in rows:
         assert r["numel"] == NUMEL and r["workers"] == WORKERS and r["ms_per_step"] > 0
         # each step has headers and acknowledgements of TCP beside it

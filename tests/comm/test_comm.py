@@ -188,7 +188,7 @@ def test_bill_is_the_formula_of_the_docs(world, P, method):
 
 
 @pytest.mark.parametrize("method", ["topka", "topkdsa", "gtopk", *OKTOPK])
-@pytest.mark.parametrize("P", [2, 3])
+@pytest.mark.parametrize("P", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_sizes_that_do_not_follow_from_counts_are_in_the_headers(P, method):
     """The formula of docs/algorithms.md, with codecs whose index codec is Rice."""
     args = method, 3000, 0.02, "drifting", 34, torch.float32

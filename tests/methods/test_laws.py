@@ -61,7 +61,8 @@ ADAPTERS = {
 }
 
 
-LONG_PATH = [("flat", P, 1) for P in SIZES] + [("flat", 3, 4), ("flat by senders", 2, 4)]
+LONG_PATH = [("flat", P, 1) for P in SIZES] + [("flat", 3, 4)]
+LONG_PATH += [("flat by senders", 2, 4), ("flat by senders", 3, 4)]
 """Where the laws also hold if no exchange of `oktopk` is a short one."""
 
 

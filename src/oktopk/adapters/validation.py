@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from oktopk.adapters.policy import Policy
 from oktopk.comm.communicator import Comm
@@ -57,6 +58,14 @@ def check_devices(parameters: Collection[Tensor], backends: str, call: str) -> N
             f"the parameters are on {devices[0]} and the process group is gloo, which sends from "
             "rank to rank on CPUs only: use init_process_group('nccl'), or a model on the CPU"
         )
+
+
+def check_optimizer(optimizer: Optimizer, parameters: Iterable[Tensor], advice: str) -> None:
+    """Raise ValueError, with advice, for an optimizer that has none of these parameters."""
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if trained.isdisjoint(id(p) for p in parameters):
+        name = type(optimizer).__name__
+        raise ValueError(f"{name} has none of the model's parameters: {advice}")
 
 
 def is_on_cuda(model: nn.Module) -> bool:

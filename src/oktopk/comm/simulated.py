@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from threading import Thread
 from typing import TypeVar
 
 import torch
@@ -218,7 +217,10 @@ def run_ranks(
 
     # no ThreadPoolExecutor: it takes no work once the program has begun to end, and kernels may
     # still be compiled then
-    ranks = [Thread(target=run, args=(r,), name=f"simulated-rank-{r}") for r in range(size)]
+    ranks = [
+        threading.Thread(target=run, args=(rank,), name=f"simulated-rank-{rank}")
+        for rank in range(size)
+    ]
     for rank in ranks:
         rank.start()
     try:

@@ -32,13 +32,12 @@ from oktopk.adapters.fsdp.validation import (
     check_grid,
     check_model,
     check_modules,
-    check_optimizer,
     refuse_auto,
 )
 from oktopk.adapters.handle import Connection
 from oktopk.adapters.policy import Policy
 from oktopk.adapters.precompile import precompile
-from oktopk.adapters.validation import check_types, time_limit
+from oktopk.adapters.validation import check_optimizer, check_types, time_limit
 from oktopk.engine.buckets import MAX_INDEXABLE, check_indexable
 from oktopk.engine.shards import ShardGroup
 from oktopk.optim.presets import (
@@ -196,8 +195,10 @@ def _job(
     model: nn.Module, replicate_group: Any, policy: Policy, scaling: ResidualScaling, timeout: float
 ) -> _Job:
     group = as_group(replicate_group)
-    model = check_model(model)
-    check_optimizer(scaling.optimizer, model)
+    check_model(model)
+    if scaling.optimizer is not None:
+        advice = "make it after fully_shard, which replaces the parameters"
+        check_optimizer(scaling.optimizer, model.parameters(), advice)
     reshard(model)
     modules = sharded_modules(model)
     check_modules(modules)

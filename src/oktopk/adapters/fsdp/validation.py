@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from oktopk.adapters.fsdp.modules import ShardedModule, has_foreign_hook, param_groups, shard_group
 from oktopk.utils.arguments import short_repr
@@ -29,8 +28,8 @@ def refuse_auto(**arguments: Any) -> None:
             raise ValueError(f"attach_fsdp has no {name}='auto', as attach has: give a {name}")
 
 
-def check_model(model: Any) -> Any:
-    """The model. Raises TypeError or ValueError for one that cannot work, naming why."""
+def check_model(model: Any) -> None:
+    """Raise for a model, or a version of torch, that cannot work, naming what is in the way."""
     if not hasattr(FSDPModule, "set_all_reduce_hook"):
         raise RuntimeError(f"attach_fsdp needs torch 2.7 or newer, this is {torch.__version__}")
     if isinstance(getattr(model, "_orig_mod", None), FSDPModule):
@@ -45,19 +44,6 @@ def check_model(model: Any) -> Any:
         for group in param_groups(module) if isinstance(module, FSDPModule) else ():
             _check_group(name, group)
     _refuse_unmanaged(model)
-    return model
-
-
-def check_optimizer(optimizer: Optimizer | None, model: nn.Module) -> None:
-    """Raise ValueError for an optimizer that has none of the model's parameters."""
-    if optimizer is None:
-        return
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if known.isdisjoint(id(p) for p in model.parameters()):
-        raise ValueError(
-            "the optimizer has none of the model's parameters, so nothing would be trained: make "
-            "it after fully_shard, which replaces the parameters"
-        )
 
 
 def _check_group(name: str, group: Any) -> None:

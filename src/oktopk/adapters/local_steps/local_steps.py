@@ -27,7 +27,13 @@ from oktopk.adapters.local_steps.outer_step import OuterOptions
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.adapters.policy import Policy
 from oktopk.adapters.precompile import precompile
-from oktopk.adapters.validation import check_devices, check_types, is_on_cuda, time_limit
+from oktopk.adapters.validation import (
+    check_devices,
+    check_optimizer,
+    check_types,
+    is_on_cuda,
+    time_limit,
+)
 from oktopk.comm.broadcast import broadcast_
 from oktopk.comm.communicator import Comm
 from oktopk.comm.failure_detector import FailureDetector, NoFailureDetector
@@ -265,12 +271,8 @@ def _optimizer_of(optimizer: Any, parameters: ParameterLayout) -> Optimizer:
     inner = innermost_optimizer(optimizer)
     if not hasattr(inner, "register_step_post_hook"):
         raise TypeError(f"expected an optimizer or a scheduler, got {type(optimizer).__name__}")
-    trained = {id(p) for group in inner.param_groups for p in group["params"]}
-    if not any(id(p) in trained for p in parameters.parameters.values()):
-        raise ValueError(
-            f"{type(inner).__name__} has none of the model's parameters: make the optimizer from "
-            "model.parameters(), after the model was moved to its device"
-        )
+    advice = "make the optimizer from model.parameters(), after the model was moved to its device"
+    check_optimizer(inner, parameters.parameters.values(), advice)
     hooks = inner._optimizer_step_post_hooks.values()
     if any(isinstance(getattr(hook, "__self__", None), LocalSteps) for hook in hooks):
         raise ValueError("this optimizer has local steps already: close() their handle first")

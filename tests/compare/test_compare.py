@@ -282,3 +282,14 @@ def test_the_outcome_is_beside_the_dense_run(tmp_path):
     assert text.startswith("oktopk") and "ended with WER 0.300, and dense" in text
     assert "with 0.250; it sent " in text and "times fewer bytes" in text
     assert outcome(runs[:1], rows[:1], wer) == ""
+
+
+def test_a_density_that_the_run_chooses():
+    base = Config(density="auto", wire="auto")
+    runs = plan(base, ["dense", "oktopk", "oktopk@0.05", "local_steps:5@auto"], [base.density], [0])
+    assert [(run.name, run.density) for run in runs] == [
+        ("dense", 0.02),
+        ("oktopk-auto", "auto"),
+        ("oktopk-0.05", 0.05),
+        ("local_steps-auto-every5", "auto"),
+    ]

@@ -60,8 +60,10 @@ def test_the_run_of_the_notes():
         ("batch = true", "batch must be a whole number, got True"),
         ("optimizer = 'lion'", "optimizer must be one of sgd, adamw, got 'lion'"),
         ("method = 'topk'", "method must be one of dense"),
-        ("group_numel = 'large'", "group_numel must be auto or a whole number from 1, got 'large'"),
-        ("group_numel = '0'", "group_numel must be auto or a whole number from 1, got '0'"),
+        ("group_numel = 'large'", "group_numel must be a whole number or auto, got 'large'"),
+        ("group_numel = 0", "group_numel must be at least 1, got 0"),
+        ("density = 'most'", "density must be a number or auto, got 'most'"),
+        ("density = 'auto'\nmethod = 'dense'", "density = auto has no effect with dense"),
         ("lr = 'fast'", "lr must be a number, got 'fast'"),
         ("lr = -1", "lr must be positive"),
         ("lr = 0.1 0.2", "toml: "),
@@ -138,7 +140,13 @@ def test_preset_options_without_effect_are_logged(caplog):
     assert caplog.messages == ["max_beta1: without effect, since dense sends everything"]
 
 
-@pytest.mark.parametrize(("text", "size"), [("auto", "auto"), ("5000", 5000)])
-def test_the_size_of_groups_is_passed_on(text, size):
-    assert exchange_options(make_config(group_numel=text))["group_numel"] == size
+@pytest.mark.parametrize("size", ["auto", 5000])
+def test_the_size_of_groups_is_passed_on(size):
+    assert exchange_options(make_config(group_numel=size))["group_numel"] == size
     assert exchange_options(make_config())["group_numel"] == Settings().group_numel
+
+
+def test_a_density_that_the_run_chooses_is_passed_on():
+    chosen = exchange_options(make_config(density="auto", wire="auto"))
+    assert (chosen["density"], chosen["wire"]) == ("auto", None)
+    assert exchange_options(make_config(density="auto"))["wire"] == "bf16"

@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from oktopk.compare.networks import TIMING, check_networks, folder_of, on_network, timing_run
 from oktopk.compare.page import Place, write_report
@@ -35,6 +36,7 @@ from oktopk.train.config import Config
 from oktopk.train.console import print_line
 from oktopk.train.flags import add_config_flag, load_with_flags
 from oktopk.train.flags import add_flags as add_train_flags
+from oktopk.train.option import AUTO, number_or_auto
 from oktopk.train.preflight import check_before_start
 from oktopk.train.run_process import (
     directory_of,
@@ -101,12 +103,12 @@ def resolve(args: argparse.Namespace) -> tuple[Config, list[Config]]:
     base = load_with_flags(args)
     base = replace(base, runs=str(Path(base.runs) / base.name))
     methods = _list("methods", args.methods, str) or dict.fromkeys(["dense", base.method])
-    densities = _list("densities", args.densities, float) or [base.density]
+    densities = _list("densities", args.densities, number_or_auto(float)) or [base.density]
     seeds = _list("seeds", args.seeds, int) or [base.seed]
     return base, plan(base, methods, densities, seeds)
 
 
-def _list(name: str, text: str | None, kind: type) -> list:
+def _list(name: str, text: str | None, kind: Callable[[str], Any]) -> list:
     if text is None:
         return []
     try:
@@ -234,5 +236,6 @@ def _rows(runlogs: list[RunLog], metric: str, target: Target | None) -> list[Row
 def _order(runlog: RunLog) -> tuple[int, str, float, int]:
     """The references first, then by method, density and seed."""
     method = runlog.config.get("method", "")
-    rest = (runlog.config.get("density", 0.0), runlog.config.get("seed", 0))
+    density = runlog.config.get("density", 0.0)
+    rest = (0.0 if density == AUTO else density, runlog.config.get("seed", 0))
     return (REFERENCES.index(method) if method in REFERENCES else len(REFERENCES), method, *rest)

@@ -7,16 +7,19 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 from oktopk.baselines.names import BASELINE_NAMES, LOCAL, SPARSE
 from oktopk.errors import RunError
 from oktopk.runlog.run_directory import CONFIG_FILE, METRICS_FILE
 from oktopk.train.config import LOCAL_STEPS, Config, changes, load_run
+from oktopk.train.option import AUTO, number_or_auto
 from oktopk.train.run_process import IRRELEVANT_SETTINGS
 from oktopk.utils.units import list_some
 
 COMPARED = ("method", "density", "seed", "every")
 REPORT = "compare.html"
+Density = float | Literal["auto"]
 MOST_EVERY = 10**6
 """Most steps between two exchanges."""
 SHOWN_RUNS = 5
@@ -25,20 +28,21 @@ SWEEP = "sweep.json"
 
 
 def plan(
-    base: Config, methods: Iterable[str], densities: Iterable[float], seeds: Iterable[int]
+    base: Config, methods: Iterable[str], densities: Iterable[Density], seeds: Iterable[int]
 ) -> list[Config]:
     """All combinations, but one run for each seed where density has no effect or is given."""
     runs = {}
+    unused = Config().density if base.density == AUTO else base.density
     for seed, asked, density in product(seeds, methods, densities):
         method, every, own_density = parse_method(asked)
-        kept = (own_density or density) if has_density(method) else base.density
+        kept = (own_density or density) if has_density(method) else unused
         name = setting_name(method, kept, seed, every)
         own = {"method": method, "density": kept, "seed": seed, "every": every or base.every}
         runs[name] = replace(base, name=name, **own)
     return list(runs.values())
 
 
-def parse_method(text: str) -> tuple[str, int | None, float | None]:
+def parse_method(text: str) -> tuple[str, int | None, Density | None]:
     """The method, steps between exchanges and density of `local_steps:5@0.1`; None: not given."""
     rest, at, density = text.partition("@")
     method, colon, every = rest.partition(":")
@@ -52,13 +56,13 @@ def parse_method(text: str) -> tuple[str, int | None, float | None]:
     return method, int(every) if colon else None, _density(density, text) if at else None
 
 
-def _density(density: str, text: str) -> float:
+def _density(density: str, text: str) -> Density:
     try:
-        value = float(density)
+        value = number_or_auto(float)(density)
     except ValueError:
         value = 0.0
-    if not 0 < value <= 1:
-        raise ValueError(f"--methods {text}: a density in (0, 1], as in oktopk@0.02")
+    if value != AUTO and not 0 < value <= 1:
+        raise ValueError(f"--methods {text}: a density in (0, 1] or auto, as in oktopk@0.02")
     return value
 
 
@@ -67,12 +71,13 @@ def has_density(method: str) -> bool:
     return method in SPARSE or (method != "dense" and method not in BASELINE_NAMES)
 
 
-def setting_name(method: str, density: float, seed: int, every: int | None = None) -> str:
+def setting_name(method: str, density: Density, seed: int, every: int | None = None) -> str:
     """`dense`, `oktopk-0.02`, `local_steps-0.1-every5`, `oktopk-0.02-s1`.
 
     A later call finds the run by this name.
     """
-    name = f"{method}-{density:g}" if has_density(method) else method
+    shown = density if isinstance(density, str) else f"{density:g}"
+    name = f"{method}-{shown}" if has_density(method) else method
     name = f"{name}-every{every}" if every else name
     return f"{name}-s{seed}" if seed else name
 

@@ -41,6 +41,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "every": (1, MANY, MANY_STEPS),
     "exact_every": (1, MANY, MANY_STEPS),
     "bounds_every": (1, MANY, MANY_STEPS),
+    "group_numel": (1, 2**62, "more entries than any model has"),
     "validate_every": (1, 10**6, "more epochs than any run takes"),
     "validate_steps": (0, MANY, MANY_STEPS),
     "validate_batch": (1, 65_536, MANY_EXAMPLES),
@@ -58,16 +59,12 @@ LONGEST_NAME = 100
 LONGEST_PATH = 4096
 
 
-def check_group_numel(text: str) -> None:
-    """ValueError if the text is neither `auto` nor a whole number of entries."""
-    if text != "auto" and not (text.isdecimal() and text.isascii() and 0 < int(text) < 2**62):
-        raise ValueError(f"group_numel must be auto or a whole number from 1, got {shown(text)}")
-
-
-def check_type(name: str, value: Any, kind: type) -> None:
+def check_type(name: str, value: Any, kind: type, *, or_auto: bool = False) -> None:
+    """ValueError if a value has another type, is not finite, or is text that no path may have."""
     fits = isinstance(value, (int, float) if kind is float else kind)
     if not fits or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{name} must be {TYPE_NAMES[kind]}, got {shown(value)}")
+        wanted = f"{TYPE_NAMES[kind]}{' or auto' * or_auto}"
+        raise ValueError(f"{name} must be {wanted}, got {shown(value)}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value}")
     if isinstance(value, str):

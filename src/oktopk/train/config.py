@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from oktopk.baselines.names import BASELINE_NAMES
 from oktopk.launch.network import check_network
@@ -26,11 +26,10 @@ from oktopk.train.bounds import (
     LONGEST_NAME,
     RANGES,
     SMALLEST_RATE,
-    check_group_numel,
     check_type,
     shown,
 )
-from oktopk.train.option import check_bounds, check_types, option, specs_of
+from oktopk.train.option import AUTO, check_bounds, check_types, option, specs_of
 from oktopk.train.preset_options import EXAMPLE, FOR_ADAM, parse_overrides
 from oktopk.train.tasks.base import TaskOptions
 from oktopk.train.tasks.registry import (
@@ -123,15 +122,25 @@ class Config:
         "steps between exchanges of local_steps, diloco, sparseloco and post_local_sgd",
         fixed=True,
     )
-    density: float = option(0.02, "fraction of the gradient that is kept")
-    wire: str = option("bf16", "how entries are encoded", *get_args(CodecName))
+    density: float | Literal["auto"] = option(
+        0.02,
+        "fraction of the gradient that is kept, or auto: what the network allows",
+        or_auto=True,
+    )
+    wire: str = option(
+        "bf16",
+        "how entries are encoded; auto: the fastest with density auto, else bf16",
+        *get_args(CodecName),
+        AUTO,
+    )
     warmup_steps: int = option(128, "dense steps before the sparse phase")
     ramp_steps: int = option(0, "steps after the warm-up in which the density falls from 25 %")
     exact_every: int = option(32, "steps between exact thresholds over the whole model")
     bounds_every: int = option(64, "steps between updates of the region bounds")
-    group_numel: str = option(
-        str(DEFAULT_GROUP_NUMEL),
+    group_numel: int | Literal["auto"] = option(
+        DEFAULT_GROUP_NUMEL,
         "entries of consecutive buckets that are exchanged together, or auto: as measured",
+        or_auto=True,
     )
     scope: str = option(
         "model", "select entries of the whole model or of every bucket", *get_args(Scope)
@@ -178,21 +187,24 @@ class Config:
                 f"{LONGEST_NAME} bytes, got {shown(self.name)}"
             )
         for name in ("density", "lr_final"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in (0, 1], got {shown(getattr(self, name))}")
+            value = getattr(self, name)
+            if value != AUTO and not 0 < value <= 1:
+                raise ValueError(f"{name} must be in (0, 1], got {shown(value)}")
         if self.lr <= 0:
             raise ValueError(f"lr must be positive, got {shown(self.lr)}")
         for name, bounds in RANGES.items():
-            check_bounds(name, getattr(self, name), bounds)
+            if (value := getattr(self, name)) != AUTO:
+                check_bounds(name, value, bounds)
         if self.network:
             check_network(self.network)
-        check_group_numel(self.group_numel)
         self._check_combinations()
 
     def _check_combinations(self) -> None:
         """Check values that depend on one another."""
         if self.clip_before and self.method in (LOCAL_STEPS, *BASELINE_NAMES):
             raise ValueError(f"clip_before has no effect with {self.method}: use clip_after")
+        if self.density == AUTO and self.method in (*BASELINE_NAMES, "dense"):
+            raise ValueError(f"density = auto has no effect with {self.method}: give a number")
         for name, value in parse_overrides(self.overrides).items():
             if name in FOR_ADAM and value is not False and self.optimizer != "adamw":
                 raise ValueError(

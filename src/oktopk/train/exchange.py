@@ -24,6 +24,7 @@ from oktopk.baselines.base import BaselineOptions, dense_stats
 from oktopk.baselines.table import BASELINES
 from oktopk.stats import StepStats
 from oktopk.train.config import LOCAL_STEPS, Config
+from oktopk.train.option import AUTO
 from oktopk.train.preset_options import preset_options
 
 # Each rank keeps the batch-norm statistics of its own batches, and validation averages them.
@@ -276,7 +277,7 @@ def make_exchange(
             world_size=world_size,
             warmup_steps=config.warmup_steps,
             every=config.every,
-            density=config.density,
+            density=config.density,  # pyright: ignore[reportArgumentType] - checked by the config
             ddp_arguments=arguments,
         )
         return BaselineExchange(config.method, model, optimizer, options)
@@ -286,7 +287,7 @@ def make_exchange(
             optimizer,
             every=config.every,
             density=config.density,
-            wire=config.wire,  # pyright: ignore[reportArgumentType] - checked by the config
+            wire=_codec(config),
             exact_every=config.exact_every,
             bounds_every=config.bounds_every,
             timeout=config.timeout,
@@ -304,14 +305,18 @@ def no_exchange(step: int, numel: int, world_size: int) -> StepStats:
     return replace(dense_stats(step, numel, world_size, 0), phase="sparse", k=0, local=0, result=0)
 
 
+def _codec(config: Config) -> Any:
+    """The codec that the config asks for; None where the run, or the default, decides."""
+    return None if config.wire == AUTO else config.wire
+
+
 def exchange_options(config: Config) -> dict[str, Any]:
     """The arguments of `attach` that the config decides."""
-    same_names = ("method", "density", "wire", "warmup_steps", "ramp_steps", "exact_every")
-    same_names += ("bounds_every", "scope", "timeout")
+    same_names = ("method", "density", "warmup_steps", "ramp_steps", "exact_every")
+    same_names += ("bounds_every", "group_numel", "scope", "timeout")
     options = {name: getattr(config, name) for name in same_names}
     return (
         options
         | preset_options(config.preset, config.overrides)
-        | {"clip_before": config.clip_before or None}
-        | {"group_numel": "auto" if config.group_numel == "auto" else int(config.group_numel)}
+        | {"clip_before": config.clip_before or None, "wire": _codec(config)}
     )

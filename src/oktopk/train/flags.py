@@ -10,7 +10,7 @@ from dataclasses import Field
 from typing import Any
 
 from oktopk.train.config import Config, as_dict, load, shipped, specs, task_in, with_settings
-from oktopk.train.option import specs_of
+from oktopk.train.option import number_or_auto, specs_of
 
 GROUPS = {
     "task": "run",
@@ -72,7 +72,8 @@ def add_flags(
 
 def _add_flag(group: argparse._ActionsContainer, name: str, spec: Field[Any], value: Any) -> None:
     kind = type(spec.default)
-    how: dict[str, Any] = {"type": kind, "choices": spec.metadata["choices"]}
+    parse = number_or_auto(kind) if spec.metadata["or_auto"] else kind
+    how: dict[str, Any] = {"type": parse, "choices": spec.metadata["choices"]}
     if kind is bool:
         how = {"action": argparse.BooleanOptionalAction}
     else:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import Field, field, fields
 from typing import Any
 
@@ -15,21 +16,26 @@ from oktopk.utils.flags import did_you_mean
 Bounds = tuple[float, float, str]
 """The least and the largest value, and why there is a largest."""
 
+AUTO = "auto"
+"""The value of a setting that the run measures and chooses itself."""
+
 
 def option(
     default: Any,
     text: str,
     *choices: str,
     bounds: Bounds | None = None,
+    or_auto: bool = False,
     fixed: bool = False,
     harmless: bool = False,
 ) -> Any:
     """A field with the help text of its flag.
 
-    A `fixed` one cannot change when a run is resumed, because the saved weights depend on it. A
-    `harmless` one may change without a flag, because the training stays the same.
+    The value of one with `or_auto` may be `auto` instead of a number. A `fixed` one cannot change
+    when a run is resumed, because the saved weights depend on it. A `harmless` one may change
+    without a flag, because the training stays the same.
     """
-    metadata = {"help": text, "choices": choices or None, "bounds": bounds}
+    metadata = {"help": text, "choices": choices or None, "bounds": bounds, "or_auto": or_auto}
     return field(default=default, metadata=metadata | {"fixed": fixed, "harmless": harmless})
 
 
@@ -50,13 +56,25 @@ def check_types(settings: Any) -> None:
     """Check type and choices of every field."""
     for name, spec in specs_of(type(settings)).items():
         value = getattr(settings, name)
-        check_type(name, value, type(spec.default))
+        if spec.metadata["or_auto"] and value == AUTO:
+            continue
+        check_type(name, value, type(spec.default), or_auto=spec.metadata["or_auto"])
         choices = spec.metadata["choices"]
         if choices and value not in choices:
             hint = did_you_mean(str(value), choices)
             raise ValueError(
                 f"{name} must be one of {', '.join(choices)}, got {shown(value)}{hint}"
             )
+
+
+def number_or_auto(kind: type) -> Callable[[str], Any]:
+    """What reads a number of this type, or `auto`, from text. ValueError if it is neither."""
+
+    def parse(text: str) -> Any:
+        return text if text == AUTO else kind(text)
+
+    parse.__name__ = "number or auto"  # argparse names the type in its message
+    return parse
 
 
 def check_bounds(name: str, value: float, bounds: Bounds) -> None:

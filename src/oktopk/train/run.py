@@ -195,8 +195,8 @@ def _phases(run: Run) -> str:
     if method in BASELINE_NAMES:
         return f"exchanged by {method}"
     if method == LOCAL_STEPS:
-        return f"{method} exchanged every {config.every} at density {config.density:g}"
+        return f"{method} exchanged every {config.every} at density {config.density}"
     if method == "dense" or dense == run.total_steps:
         return "all of them dense"
     ramp = f"{config.ramp_steps} from 25 % down, " if config.ramp_steps else ""
-    return f"{dense} of them dense, {ramp}then {method} at density {config.density:g}"
+    return f"{dense} of them dense, {ramp}then {method} at density {config.density}"

@@ -49,8 +49,8 @@ IMAGES = {
 FAMILIES: dict[str, dict[str, Any]] = {"text": TEXT, "images": IMAGES}
 
 LOCAL_STEPS = {
-    1: {0.02: ("bf16", "int4")},
-    2: {0.05: ("int4",)},
+    1: {0.1: ("int4",), 0.02: ("bf16", "int4")},
+    2: {0.2: ("int4",), 0.05: ("int4",)},
     5: {0.2: ("int4",), 0.1: ("bf16", "int4", "int2"), 0.05: ("int4",), 0.02: ("int4",)},
     10: {0.1: ("int4",), 0.05: ("bf16", "int4"), 0.02: ("bf16", "int4", "int2"), 0.01: ("int4",)},
     30: {0.05: ("int4",), 0.02: ("int4", "int2"), 0.01: ("int2",)},
@@ -77,6 +77,8 @@ def points() -> Iterator[dict[str, Any]]:
         yield {"method": "sparseloco", "every": every, "density": density}
     for density in (0.1, 0.05, 0.02, 0.01):
         yield {"method": "oktopk", "density": density}
+    for density in (0.1, 0.05):
+        yield {"method": "oktopk", "density": density, "wire": "int4"}
     for method in ("ddp_powersgd_r4", "ddp_powersgd_r2", "ddp_powersgd_r1", "ddp_fp16"):
         yield {"method": method}
 

@@ -22,9 +22,10 @@ from oktopk.comm.simulated import SimulatedGroup, SimulatedTransport, simulate
 from oktopk.methods import METHODS
 from oktopk.methods.cost_model import KernelSpeed, Link, Work
 from oktopk.methods.ok_topk.short_path import is_short_work
+from oktopk.methods.prediction import make_work
 from oktopk.reducer import Reducer
 from oktopk.settings import num_kept
-from oktopk.wire.codec import entry_bits
+from oktopk.wire.codec import CodecName
 
 MAX_SIMULATED = {"topka": 32, "oktopk": 256}  # ranks; with topka every rank reads all entries
 MIN_ENTRIES = 128  # that a rank sends to another, so that rounding up to words does not matter
@@ -51,6 +52,19 @@ class TimedTransport(SimulatedTransport):
 
 
 @dataclass(frozen=True, slots=True)
+class Compressed:
+    """A gradient, the fraction of it that is kept, and how entries travel."""
+
+    numel: int
+    density: float
+    wire: CodecName = "bf16"
+
+    def on(self, size: int) -> Work:
+        """Its exchange between so many ranks."""
+        return make_work(self.numel, num_kept(self.numel, self.density), size, self.wire)
+
+
+@dataclass(frozen=True, slots=True)
 class ScaledStep:
     """A step of one method on P ranks."""
 
@@ -64,21 +78,22 @@ class ScaledStep:
 
 
 def scaled(
-    method: str, size: int, numel: int, density: float, link: Link, speed: KernelSpeed
+    method: str, size: int, gradient: Compressed, link: Link, speed: KernelSpeed
 ) -> ScaledStep:
     """Return the cost of a step on `size` ranks: simulated, or by formula if there are too many."""
-    work = Work(numel, num_kept(numel, density), size, entry_bits("bf16", density))
+    work, density = gradient.on(size), gradient.density
     if size > MAX_SIMULATED.get(method, 0):
         cost = METHODS[method].cost(work)
         return ScaledStep(method, size, cost.bytes, cost.seconds(link, speed), False)
-    small = min(numel, max(2**16, round(MIN_ENTRIES * size / density)))
-    factor = numel / small
+    small = min(gradient.numel, max(2**16, round(MIN_ENTRIES * size / density)))
+    factor = gradient.numel / small
     short_bytes = NO_LIMIT if is_short_work(work) else 0  # the smaller gradient goes the same way
 
     def main(comm: Comm) -> tuple[float, list[int]]:
         transport = comm.transport
         assert isinstance(transport, TimedTransport)
-        reducer = Reducer(small, method=method, density=density, short_bytes=short_bytes, comm=comm)
+        options = {"method": method, "wire": gradient.wire, "short_bytes": short_bytes}
+        reducer = Reducer(small, density=density, comm=comm, **options)
         variants = gradients([small], comm.rank, 2)
         for step in range(STEPS[method] - 1):
             reducer.reduce_(variants[step % 2].clone())
@@ -102,20 +117,23 @@ def local(step: ScaledStep, name: str, every: int) -> ScaledStep:
     )
 
 
-def sparseloco(size: int, numel: int, density: float, link: Link, speed: KernelSpeed) -> ScaledStep:
-    """An exchange of SparseLoCo, by formula: its messages all have the size of their chunks."""
-    sent = 4.0 * num_words(numel, density) * (size - 1)
-    kept = num_kept(numel, density)
-    kernels = numel * speed.per_element + kept * size * speed.per_entry
+def sparseloco(size: int, gradient: Compressed, link: Link, speed: KernelSpeed) -> ScaledStep:
+    """An exchange of SparseLoCo, by formula: its messages all have the size of their chunks.
+
+    Its values always have 2 bits.
+    """
+    sent = 4.0 * num_words(gradient.numel, gradient.density) * (size - 1)
+    work = gradient.on(size)
+    kernels = work.numel * speed.per_element + work.kept * size * speed.per_entry
     seconds = link.latency + sent / link.bandwidth + kernels
     return ScaledStep("sparseloco", size, sent, seconds, False)
 
 
 def rows_of(
-    size: int, numel: int, density: float, link: Link, speed: KernelSpeed, every: int
+    size: int, gradient: Compressed, link: Link, speed: KernelSpeed, every: int
 ) -> list[ScaledStep]:
     """All methods on `size` ranks. Local steps exchange as `oktopk` does, every few steps."""
-    given = size, numel, density, link, speed
+    given = size, gradient, link, speed
     each_step = {name: scaled(name, *given) for name in ("dense", *STEPS)}
     return [
         *each_step.values(),
@@ -125,12 +143,13 @@ def rows_of(
 
 
 def show(
-    most: int, numel: int, density: float, link: Link, speed: KernelSpeed, every: int
+    most: int, gradient: Compressed, link: Link, speed: KernelSpeed, every: int
 ) -> list[ScaledStep]:
     """Print how bytes and time grow with the number of ranks."""
     sizes = [size for size in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096) if size < most]
     sys.stdout.write(
-        f"{numel:,} gradients, density {density:g}; {1e3 * link.latency:.2f} ms latency, "
+        f"{gradient.numel:,} gradients, density {gradient.density:g} as {gradient.wire}; "
+        f"{1e3 * link.latency:.2f} ms latency, "
     )
     sys.stdout.write(f"{8e-6 * link.bandwidth:.0f} Mbit/s per worker; MB sent by a worker and ms ")
     sys.stdout.write(f"per step; local_steps and sparseloco exchange every {every}\n")
@@ -138,7 +157,7 @@ def show(
     sys.stdout.write(f"{'workers':>8}" + "".join(f"{name:>22}" for name in names) + "\n")
     rows = []
     for size in [*sizes, most]:
-        row = rows_of(size, numel, density, link, speed, every)
+        row = rows_of(size, gradient, link, speed, every)
         cells = [
             f"{r.bytes_sent / 1e6:12.3f}{1e3 * r.seconds:8.1f} {'' if r.simulated else '*':1}"
             for r in row

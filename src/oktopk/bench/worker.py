@@ -16,7 +16,7 @@ import torch
 from oktopk.bench.advise import advise
 from oktopk.bench.baselines import DENSE, NOOP, BenchSettings
 from oktopk.bench.measure import Row, compared, measure
-from oktopk.bench.scale import STEPS, scaled, show
+from oktopk.bench.scale import STEPS, Compressed, scaled, show
 from oktopk.bench.shapes import shapes_of
 from oktopk.bench.stream import Stream
 from oktopk.bench.table import head, line, plot
@@ -92,12 +92,13 @@ def predict(args: argparse.Namespace, rates: list[str], _: list[str]) -> int:
         row = _measured(name, network.UNSHAPED, stream, args, comm)
         rows.append(compared(row, rows))
     if comm.rank == 0:
-        shown = show(args.simulate, numel, args.density, link, speed, args.every)
+        gradient = Compressed(numel, args.density, args.wire)
+        shown = show(args.simulate, gradient, link, speed, args.every)
         known = {told.method: told for told in shown if told.size == comm.size}
         found = {row.method.removeprefix("ddp_"): row for row in rows}
         sys.stdout.write(f"measured here with {comm.size} workers, against the clock:")
         for name in ("dense", *STEPS):
-            told = known.get(name) or scaled(name, comm.size, numel, args.density, link, speed)
+            told = known.get(name) or scaled(name, comm.size, gradient, link, speed)
             took = f"{found[name].ms_above_noop:.0f} ms ({1e3 * told.seconds:.0f})"
             sent = f"{found[name].bytes_sent / 1e6:.2f} MB ({told.bytes_sent / 1e6:.2f})"
             sys.stdout.write(f"\n{name:>8} {took}, {sent}")

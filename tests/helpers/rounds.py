@@ -55,12 +55,11 @@ def fragments_of(state: dict) -> list[dict]:
 
 
 def same_state(a: dict, b: dict) -> bool:
-    """Whether two states are equal to the bit, but for the seconds in statistics."""
+    """Whether two states are equal to the bit."""
     tensors = ("residuals", "anchor", "weights", "momentum", "launched")
     return all(
         all(same(x[key], y[key]) for key in tensors)
-        and all(x[key] == y[key] for key in ("metadata", "local_steps"))
-        and bool(x["launched_stats"]) == bool(y["launched_stats"])
+        and all(x[key] == y[key] for key in ("metadata", "local_steps", "launched_stats"))
         for x, y in zip(fragments_of(a), fragments_of(b), strict=True)
     )
 

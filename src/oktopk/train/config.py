@@ -123,6 +123,14 @@ class Config:
         "steps between exchanges of local_steps, diloco, sparseloco and post_local_sgd",
         fixed=True,
     )
+    delay: int = option(
+        0,
+        "steps for which an exchange of local_steps runs beside the training; less than every",
+        fixed=True,
+    )
+    fragments: int = option(
+        1, "parts of the model that local_steps exchanges in turn; at most every", fixed=True
+    )
     density: float = option(0.02, "fraction of the gradient that is kept")
     wire: str = option("bf16", "how entries are encoded", *get_args(CodecName))
     warmup_steps: int = option(128, "dense steps before the sparse phase")
@@ -193,6 +201,7 @@ class Config:
         """Check values that depend on one another."""
         if self.clip_before and self.method in (LOCAL_STEPS, *BASELINE_NAMES):
             raise ValueError(f"clip_before has no effect with {self.method}: use clip_after")
+        self._check_streaming()
         for name, value in parse_overrides(self.overrides).items():
             if name in FOR_ADAM and value is not False and self.optimizer != "adamw":
                 raise ValueError(
@@ -203,6 +212,14 @@ class Config:
                 f"lr_decay = {self.lr_decay} over epochs = {self.epochs} makes the learning rate "
                 "0: lower one of them"
             )
+
+    def _check_streaming(self) -> None:
+        for name, most in (("delay", self.every - 1), ("fragments", self.every)):
+            value = getattr(self, name)
+            if value > most and self.method == LOCAL_STEPS:
+                raise ValueError(
+                    f"{name} must be at most {most} with every = {self.every}, got {value}"
+                )
 
 
 COMMON = specs_of(Config)

@@ -177,15 +177,19 @@ class RoundDriver(Driver[ParameterLayout]):
     def _set_weights(self, stats: StepStats, launched: dict[str, Tensor] | None = None) -> None:
         """Apply an exchange, on top of the moves since the launch if it was launched."""
         weights = {name: p.detach() for name, p in self.parameters.parameters.items()}
-        if stats.skipped:  # all ranks go back to the anchor
+        if stats.skipped:
             self._log_nonfinite(stats.step, launched or weights)
-            launched = None
+        if stats.skipped or launched is None:
+            self.return_to_anchor()
+            return
         for name, anchor in self.views(self.anchor).items():
             now = weights[name]
-            if launched is None:
-                now.copy_(anchor)
-            else:
-                now.copy_(landed(anchor, now, launched[name], self.options.mixing))
+            now.copy_(landed(anchor, now, launched[name], self.options.mixing))
+
+    def return_to_anchor(self) -> None:
+        """Set the weights to those after the last exchange, the same on every rank."""
+        for name, anchor in self.views(self.anchor).items():
+            self.parameters.parameters[name].detach().copy_(anchor)
 
     def _check_replicas(self, step: int) -> None:
         """Compare the anchors: between exchanges the weights themselves differ."""

@@ -17,6 +17,7 @@ from oktopk.adapters.local_steps import state as local_state
 from oktopk.adapters.local_steps.background import BackgroundThread, Job
 from oktopk.adapters.local_steps.driver import RoundDriver
 from oktopk.adapters.local_steps.fragment import Fragment
+from oktopk.adapters.local_steps.step_hooks import hook_steps
 from oktopk.comm.failure_detector import FailureDetector
 from oktopk.engine.saved_state import Exchanged
 from oktopk.errors import ExchangeError, NonfiniteError
@@ -46,12 +47,8 @@ class LocalSteps(BaseHandle[RoundDriver]):
         self._last = drivers[0]
         """The driver that finished an exchange last."""
 
-        self._depth = 0
         # the optimizer keeps this handle alive: the user may drop what local_steps returned
-        self._hooks = (
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        )
+        self._hooks = hook_steps(optimizer, self._after_step)
         self._thread = BackgroundThread() if self.driver.options.delay else None
         self._finalizer = weakref.finalize(
             self, _end_threads, connection.failure_detector, self._thread
@@ -175,17 +172,7 @@ class LocalSteps(BaseHandle[RoundDriver]):
             driver.in_flight = None
         self._close_comm()
 
-    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        # After a step that raised, no post-hook has run.
-        if self._depth >= _num_hooked(optimizer):
-            self._depth = 0
-        self._depth += 1
-
-    def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        """Count the step once, though the `step` of a subclass may call that of its parent."""
-        self._depth = max(self._depth - 1, 0)
-        if self._depth:
-            return
+    def _after_step(self) -> None:
         for driver in self.drivers:  # all of them, before one raises
             driver.local_steps += 1
         for driver in self.drivers:
@@ -232,8 +219,24 @@ class LocalSteps(BaseHandle[RoundDriver]):
         """Tell of an exchange, by its number among those of all fragments."""
         numbered = replace(stats, step=self.step - 1)
         self._last = driver
-        driver.report(numbered)
+        try:
+            driver.report(numbered)
+        finally:
+            if stats.skipped:
+                self._roll_back_others(driver)
         return numbered
+
+    def _roll_back_others(self, driver: RoundDriver) -> None:
+        """Roll all fragments back with one that was not finite, on all ranks.
+
+        Else a NaN would go from fragment to fragment: with weights that are not finite in one of
+        them, the next step gives every other one such gradients too.
+        """
+        for other in self.drivers:
+            if other is not driver:
+                if other.in_flight is not None:
+                    self._finish(other, other.land())
+                other.return_to_anchor()
 
     def _wait(self) -> None:
         """Wait for what is in flight, without applying it."""
@@ -268,10 +271,3 @@ def _end_threads(detector: FailureDetector, thread: BackgroundThread | None) -> 
     if thread is not None:
         thread.close()
     detector.close()
-
-
-def _num_hooked(optimizer: Optimizer) -> int:
-    """Classes of the optimizer whose `step` runs hooks: torch patches that of every class which has
-    had an instance."""
-    steps = [vars(kind).get("step") for kind in type(optimizer).__mro__]
-    return max(1, sum(getattr(step, "hooked", False) for step in steps))

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -25,12 +25,12 @@ from oktopk.adapters.local_steps.driver import RoundDriver
 from oktopk.adapters.local_steps.fragment import divide
 from oktopk.adapters.local_steps.handle import LocalSteps
 from oktopk.adapters.local_steps.outer_step import OuterOptions
+from oktopk.adapters.local_steps.validation import optimizer_of, parameters_of
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.adapters.policy import Policy
 from oktopk.adapters.precompile import precompile
 from oktopk.adapters.validation import (
     check_devices,
-    check_optimizer,
     check_types,
     is_on_cuda,
     time_limit,
@@ -40,11 +40,8 @@ from oktopk.comm.communicator import Comm
 from oktopk.comm.failure_detector import FailureDetector, NoFailureDetector
 from oktopk.comm.simulated import single_rank_comm
 from oktopk.comm.torch_transport import TorchTransport
-from oktopk.engine.buckets import MAX_INDEXABLE
 from oktopk.errors import ExchangeError
 from oktopk.methods.base import Average
-from oktopk.optim.flat_views import is_dtensor
-from oktopk.optim.residual_scaling import innermost_optimizer
 from oktopk.settings import Settings
 from oktopk.utils.arguments import choice
 from oktopk.wire.codec import CodecName
@@ -116,7 +113,7 @@ def local_steps(
             alone, so no move is counted twice.
         fragments: parts of about equal size, in the order of the model, that are exchanged one
             after the other, each every `every` steps, so that traffic is even; at most `every`.
-            Each has `density` by itself, and a NaN rolls back the fragment that has it.
+            Each has `density` by itself; a NaN in one of them rolls all of them back.
         decay: the residual is multiplied by this before each exchange. 1 is plain error feedback;
             a change that waited for long no longer fits weights that have moved on.
         average: divide each sum by the number of `senders` of that entry, or of `all` ranks.
@@ -176,12 +173,12 @@ def local_steps(
             f"delay={delay} does not work with DistributedDataParallel on CUDA: NCCL operations of "
             "DDP and of the exchange would run side by side, in no order; use delay=0"
         )
-    parameters = _parameters_of(inner, policy or Policy(), settings)
+    parameters = parameters_of(inner, policy or Policy(), settings)
     job = _Job(
         model=inner,
         parameters=parameters,
         fragments=divide(parameters, fragments),
-        optimizer=_optimizer_of(optimizer, parameters),
+        optimizer=optimizer_of(optimizer, parameters),
         group=_process_group(group, comm),
         comm=comm,
         timeout=time_limit(timeout),
@@ -285,46 +282,3 @@ def _process_group(group: Any, comm: Comm | None) -> Any:
     if not isinstance(comm.transport, TorchTransport):
         return None
     return comm.transport.group or dist.group.WORLD
-
-
-def _parameters_of(model: nn.Module, policy: Policy, settings: Settings) -> ParameterLayout:
-    """The layout of the model's parameters; TypeError or ValueError if it cannot be exchanged."""
-    layout = ParameterLayout(dict(model.named_parameters()), policy)
-    for name, parameter in layout.parameters.items():
-        _check_parameter(name, parameter)
-    if not layout.parameters:
-        raise ValueError("no parameter of this model requires gradients: nothing is trained")
-    numel = sum(parameter.numel() for parameter in layout.parameters.values())
-    if numel > MAX_INDEXABLE and settings.method != "dense":
-        raise ValueError(
-            f"the model has {numel} trainable entries, and no more than {MAX_INDEXABLE} can be "
-            "selected together, as indices are int32: use method='dense', or freeze some parameters"
-        )
-    return layout
-
-
-def _check_parameter(name: str, parameter: Tensor) -> None:
-    if is_dtensor(parameter):
-        raise TypeError(
-            f"parameter {name!r} is a DTensor, which is spread over ranks: local_steps needs whole "
-            "parameters, as a plain module or DistributedDataParallel has; for a model that FSDP2 "
-            "shards inside a site, exchange gradients between sites with oktopk.attach_fsdp"
-        )
-    if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
-        raise TypeError(
-            f"parameter {name!r} is {parameter.dtype}: local_steps exchanges fp16, bf16, fp32 and "
-            "float64 parameters; freeze it, or keep it in one of these"
-        )
-
-
-def _optimizer_of(optimizer: Any, parameters: ParameterLayout) -> Optimizer:
-    """The optimizer itself, without schedulers and wrappers; it must train the model."""
-    inner = innermost_optimizer(optimizer)
-    if not hasattr(inner, "register_step_post_hook"):
-        raise TypeError(f"expected an optimizer or a scheduler, got {type(optimizer).__name__}")
-    advice = "make the optimizer from model.parameters(), after the model was moved to its device"
-    check_optimizer(inner, parameters.parameters.values(), advice)
-    hooks = inner._optimizer_step_post_hooks.values()
-    if any(isinstance(getattr(hook, "__self__", None), LocalSteps) for hook in hooks):
-        raise ValueError("this optimizer has local steps already: close() their handle first")
-    return inner

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
+from oktopk.adapters import side_stream as side_stream_module
 from oktopk.adapters.ddp import communication_thread as exchanger_module
 from oktopk.adapters.ddp import validation
 from oktopk.adapters.ddp.bucket_tracker import SETTLED
@@ -206,7 +207,8 @@ class FakeCuda:
             yield
             note("off side")
 
-        monkeypatch.setattr(exchanger_module, "_side_stream", lambda device: side)
+        for module in (exchanger_module, side_stream_module):
+            monkeypatch.setattr(module, "side_stream", lambda device: side)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: note("synchronize"))
         monkeypatch.setattr(torch.cuda, "stream", stream)
         monkeypatch.setattr(torch.cuda, "Event", lambda: event)
@@ -264,7 +266,7 @@ def test_a_bucket_is_taken_on_the_side_stream_and_an_error_waits_for_it(monkeypa
 
 
 def test_an_error_is_raised_though_the_side_stream_never_ends(monkeypatch, caplog):
-    monkeypatch.setattr(exchanger_module, "DRAIN_SECONDS", 0.01)
+    monkeypatch.setattr(side_stream_module, "DRAIN_SECONDS", 0.01)
     cuda = FakeCuda(monkeypatch)
     taker = Taker(cuda.notes)
     taker.error, cuda.busy = RuntimeError("gone"), float("inf")

@@ -44,11 +44,24 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def changes_of(state: dict) -> dict[str, torch.Tensor]:
-    """What a rank has not exchanged yet: its residual and its weight change since the anchor."""
-    return {
-        name: state["residuals"][name] + state["anchor"][name] - state["weights"][name]
-        for name in state["anchor"]
-    }
+    """What a rank has not exchanged yet: its residual, and its weight change since the anchor, or
+    since the launch of the exchange that is in flight."""
+    since = state["launched"] or state["anchor"]
+    return {name: state["residuals"][name] + since[name] - state["weights"][name] for name in since}
+
+
+def fragments_of(state: dict) -> list[dict]:
+    return state.get("fragments", [state])
+
+
+def same_state(a: dict, b: dict) -> bool:
+    """Whether two states are equal to the bit."""
+    tensors = ("residuals", "anchor", "weights", "momentum", "launched")
+    return all(
+        all(same(x[key], y[key]) for key in tensors)
+        and all(x[key] == y[key] for key in ("metadata", "local_steps", "launched_stats"))
+        for x, y in zip(fragments_of(a), fragments_of(b), strict=True)
+    )
 
 
 def two_levels(rank: int, folder: str) -> None:

@@ -74,6 +74,15 @@ def test_the_run_of_the_notes():
         ("overrides = 'density=0.3'", "overrides must be like 'overshoot=0.3,max_beta1=0.3' with"),
         ("overrides = 'overshoot'", "got 'overshoot'"),
         ("overrides = 'overshoot=0.1,overshoot=0.2'", "overshoot=0.2: it is there twice"),
+        ("delay = -1", "delay must be at least 0, got -1"),
+        (
+            "method = 'local_steps'\nevery = 4\ndelay = 4",
+            "delay must be at most 3 with every = 4, got 4",
+        ),
+        (
+            "method = 'local_steps'\nevery = 4\nfragments = 5",
+            "fragments must be at most 4 with every = 4, got 5",
+        ),
         ("preset = 'maybe'", "preset must be one of auto, none, got 'maybe'"),
         ("remedies = 'none'", "remedies is now preset; rename it"),
         ("beta1 = 0.3", "beta1 is now max_beta1 in overrides; rename it"),

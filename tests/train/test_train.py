@@ -112,12 +112,19 @@ def test_validation_has_the_same_numbers_on_any_number_of_ranks(worlds, corpus, 
 
 
 @pytest.mark.parametrize(
-    ("method", "breaks_at"),
-    [("oktopk", 3), ("oktopk", 4), ("oktopk", 5), ("local_steps", 3), ("local_steps", 4)],
+    ("method", "breaks_at", "more"),
+    [
+        ("oktopk", 3, {}),
+        ("oktopk", 4, {}),
+        ("oktopk", 5, {}),
+        ("local_steps", 3, {}),
+        ("local_steps", 4, {}),
+        ("local_steps", 4, {"delay": 2, "fragments": 2}),  # its checkpoint is taken in flight
+    ],
 )
-def test_a_resumed_run_has_the_same_bits(worlds, corpus, tmp_path, method, breaks_at):
+def test_a_resumed_run_has_the_same_bits(worlds, corpus, tmp_path, method, breaks_at, more):
     """Broken off in the middle of an epoch, at its end and after: as if it never stopped."""
-    settings = {
+    settings = more | {
         "method": method,
         "every": 3,
         "epochs": 2,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -58,6 +58,15 @@ class ParameterLayout:
     def stored(self) -> dict[str, Tensor]:
         """What this rank stores of the parameters, by name."""
         return self.parameters
+
+    def part(self, names: Collection[str]) -> ParameterLayout:
+        """The layout of some of the trained parameters, beside all that are frozen."""
+        kept = {
+            name: p
+            for p, name in self._names.items()
+            if name in names or name not in self.parameters
+        }
+        return ParameterLayout(kept, self._policy, may_be_unused=self._may_be_unused)
 
     def numel(self, name: str) -> int:
         """Entries of a parameter in its bucket."""

@@ -39,6 +39,8 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "warmup_steps": (0, MANY, MANY_STEPS),
     "ramp_steps": (0, MANY, MANY_STEPS),
     "every": (1, MANY, MANY_STEPS),
+    "delay": (0, MANY, MANY_STEPS),
+    "fragments": (1, MANY, MANY_STEPS),
     "exact_every": (1, MANY, MANY_STEPS),
     "bounds_every": (1, MANY, MANY_STEPS),
     "group_numel": (1, 2**62, "more entries than any model has"),

@@ -122,6 +122,14 @@ class Config:
         "steps between exchanges of local_steps, diloco, sparseloco and post_local_sgd",
         fixed=True,
     )
+    delay: int = option(
+        0,
+        "steps for which an exchange of local_steps runs beside the training; less than every",
+        fixed=True,
+    )
+    fragments: int = option(
+        1, "parts of the model that local_steps exchanges in turn; at most every", fixed=True
+    )
     density: float | Literal["auto"] = option(
         0.02,
         "fraction of the gradient that is kept, or auto: what the network allows",
@@ -205,6 +213,7 @@ class Config:
             raise ValueError(f"clip_before has no effect with {self.method}: use clip_after")
         if self.density == AUTO and self.method in (*BASELINE_NAMES, "dense"):
             raise ValueError(f"density = auto has no effect with {self.method}: give a number")
+        self._check_streaming()
         for name, value in parse_overrides(self.overrides).items():
             if name in FOR_ADAM and value is not False and self.optimizer != "adamw":
                 raise ValueError(
@@ -215,6 +224,14 @@ class Config:
                 f"lr_decay = {self.lr_decay} over epochs = {self.epochs} makes the learning rate "
                 "0: lower one of them"
             )
+
+    def _check_streaming(self) -> None:
+        for name, most in (("delay", self.every - 1), ("fragments", self.every)):
+            value = getattr(self, name)
+            if value > most and self.method == LOCAL_STEPS:
+                raise ValueError(
+                    f"{name} must be at most {most} with every = {self.every}, got {value}"
+                )
 
 
 COMMON = specs_of(Config)

@@ -159,7 +159,8 @@ class Attached(Exchange):
 
 
 class LocalStepsExchange(Exchange):
-    """`oktopk.local_steps` on the bare model: the exchange happens in `optimizer.step()`."""
+    """`oktopk.local_steps` on the bare model: the exchange happens in `optimizer.step()`, or with a
+    delay beside the steps after it."""
 
     shares_optimizer = False
 
@@ -180,10 +181,10 @@ class LocalStepsExchange(Exchange):
         exchanged = self._outer.step != self._rounds
         self._last = self._outer.stats if exchanged else None
         self._rounds = self._outer.step
-        if self._last is None:
-            stats = no_exchange(self._step, self._numel, self._outer.comm.size)
-        else:
-            stats = replace(self._last, step=self._step)
+        stats = no_exchange(self._step, self._numel, self._outer.comm.size)
+        if self._last is not None:  # of a fragment, and reported as of the model
+            dense = {"numel": stats.numel, "bytes_dense": stats.bytes_dense}
+            stats = replace(self._last, step=self._step, **dense)
         self._step += 1
         return stats
 
@@ -193,7 +194,8 @@ class LocalStepsExchange(Exchange):
 
     @property
     def weights_agree(self) -> bool:
-        return self._outer.local_steps == 0
+        drivers = self._outer.drivers
+        return all(each.local_steps == 0 and each.in_flight is None for each in drivers)
 
     @property
     def exchanged(self) -> bool:
@@ -201,8 +203,9 @@ class LocalStepsExchange(Exchange):
 
     @property
     def settings(self) -> State:
-        own = {"method": LOCAL_STEPS, "every": self._outer.driver.options.every}
-        return asdict(self._outer.settings) | own
+        options = self._outer.driver.options
+        own = {name: getattr(options, name) for name in ("every", "delay", "fragments")}
+        return asdict(self._outer.settings) | own | {"method": LOCAL_STEPS}
 
     @property
     def residuals(self) -> dict[str, Tensor]:
@@ -286,6 +289,8 @@ def make_exchange(
             model,
             optimizer,
             every=config.every,
+            delay=config.delay,
+            fragments=config.fragments,
             density=config.density,
             wire=_codec(config),
             exact_every=config.exact_every,

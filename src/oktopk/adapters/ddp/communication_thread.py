@@ -9,13 +9,12 @@ result. What one stream made and the other uses is recorded with the allocator.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future as ConcurrentFuture
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeVar
@@ -23,12 +22,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from oktopk.adapters.side_stream import drain, share, side_stream
 from oktopk.errors import NonfiniteError
-from oktopk.utils.device import wait_until
-
-log = logging.getLogger("oktopk")
-
-DRAIN_SECONDS = 5.0
 
 T = TypeVar("T")
 CLOSED = "the handle of this model was closed: attach it again"
@@ -129,7 +124,7 @@ class CommunicationThread:
                             bucket, done = pending.pop(0)
                             done.set_result(bucket.buffer)
                     elif error is not None and arrived.ready is not None:
-                        _drain(arrived.buffer.device)
+                        drain(arrived.buffer.device)
             except BaseException as failed:  # noqa: BLE001 - of CUDA: backward must not wait forever
                 error = self.failure = _as_exception(failed)
             while pending and error is not None:
@@ -167,51 +162,10 @@ class CommunicationThread:
             # DDP with a static graph has an operation of its own under way in its first backward
             torch.cuda.synchronize(device)
             self._begun = True
-        stream = _side_stream(device)
+        stream = side_stream(device)
         stream.wait_event(arrived.ready)
         share(arrived.buffer)
         return torch.cuda.stream(stream)
-
-
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
-
-
-@contextmanager
-def reading(x: Tensor | None) -> Iterator[None]:
-    """Read x on the current stream; the stream of the exchange does not change it meanwhile."""
-    if x is None or not x.is_cuda:
-        yield
-        return
-    here, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
-    here.wait_stream(side)
-    x.record_stream(here)
-    yield
-    side.wait_stream(here)
-
-
-def share(x: Tensor) -> None:
-    """Tell the allocator that the stream of the exchange uses x, which another stream has made."""
-    if x.is_cuda:
-        x.record_stream(_side_stream(x.device))
-
-
-def _drain(device: torch.device) -> None:
-    """Wait for the stream of the exchange: unlike a result, an error has no event to wait for.
-
-    Else backward would raise, and the user change gradients and residuals that are still written.
-    """
-    done = torch.cuda.Event()
-    done.record(_side_stream(device))
-    try:
-        wait_until(done.query, DRAIN_SECONDS)
-    except TimeoutError as late:
-        log.warning("an exchange failed and its stream is still busy (%s)", late)
 
 
 def _as_exception(error: BaseException) -> Exception:

@@ -17,10 +17,11 @@ from torch import Tensor
 from oktopk.adapters.budget import Budget
 from oktopk.adapters.clipping import clip_
 from oktopk.adapters.ddp.bucket_tracker import SETTLED, BucketTracker
-from oktopk.adapters.ddp.communication_thread import ReadyBucket, share
+from oktopk.adapters.ddp.communication_thread import ReadyBucket
 from oktopk.adapters.ddp.parameters import DDPParameterLayout
 from oktopk.adapters.driver import OnStep
 from oktopk.adapters.gradient_driver import GradientDriver
+from oktopk.adapters.side_stream import share
 from oktopk.comm.communicator import Comm
 from oktopk.engine.buckets import Layout
 from oktopk.engine.group_tuning import FIRST_STEPS, GroupTuning

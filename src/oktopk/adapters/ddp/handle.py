@@ -13,11 +13,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
 from oktopk.adapters.announcement import describe_optimizer
-from oktopk.adapters.ddp.communication_thread import CommunicationThread, ReadyBucket, reading
+from oktopk.adapters.ddp.communication_thread import CommunicationThread, ReadyBucket
 from oktopk.adapters.ddp.driver import StepDriver
 from oktopk.adapters.ddp.periodic_checkpoint import PeriodicCheckpoint
 from oktopk.adapters.handle import BaseHandle, Connection
 from oktopk.adapters.precompile import precompile
+from oktopk.adapters.side_stream import reading
 from oktopk.comm.failure_detector import FailureDetector
 from oktopk.errors import ExchangeError, NonfiniteError
 from oktopk.optim.presets import Choices, name_of, suited, warn_if_unknown

@@ -5,12 +5,18 @@ A round is the optimizer steps between two exchanges. The anchor holds the weigh
 exchange, the same bits on every rank; the weights of a rank leave it by as much as its own
 optimizer moves them. With 16-bit parameters the anchor is fp32, so outer steps that are smaller
 than a 16-bit rounding error add up in it.
+
+With a `delay` the exchange is launched at the end of a round and lands in the next one. What is
+collective of it runs on a background thread, which changes the anchor, the outer momentum and the
+engine; the thread that trains reads none of them until it has waited.
 """
 
 from __future__ import annotations
 
 import logging
-from functools import reduce
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial, reduce
 from time import perf_counter
 
 import torch
@@ -18,7 +24,8 @@ from torch import Tensor
 
 from oktopk.adapters.budget import Budget
 from oktopk.adapters.driver import Driver, OnStep
-from oktopk.adapters.local_steps.outer_step import OuterOptions, outer_step_
+from oktopk.adapters.local_steps.background import Job
+from oktopk.adapters.local_steps.outer_step import OuterOptions, landed, outer_step_
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.comm.communicator import Comm
 from oktopk.comm.replica_check import check_replicas
@@ -27,6 +34,23 @@ from oktopk.sparse import acc_dtype
 from oktopk.stats import StepStats
 
 log = logging.getLogger("oktopk")
+
+
+Submit = Callable[[Callable[[], StepStats], Tensor], Job[StepStats]]
+"""Runs a function in the background, on the device of a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """An exchange that was launched, and whose result is not applied yet."""
+
+    weights: dict[str, Tensor]
+    """This rank's weights at the launch."""
+
+    counts: tuple[int, int]
+    """Exchanges that were applied or skipped before, and those that were skipped."""
+
+    job: Job[StepStats]
 
 
 class RoundDriver(Driver[ParameterLayout]):
@@ -42,11 +66,18 @@ class RoundDriver(Driver[ParameterLayout]):
         options: OuterOptions,
         on_step: OnStep | None,
         budget: Budget | None = None,
+        head_start: int = 0,
     ) -> None:
         super().__init__(settings, comm, parameters, on_step, budget)
         self.options = options
-        self.local_steps = 0
-        """Optimizer steps since the last exchange."""
+        self.head_start = head_start
+        """Optimizer steps by which the first round is shorter, so that fragments take turns."""
+
+        self.local_steps = head_start
+        """Optimizer steps since the last exchange was launched."""
+
+        self.in_flight: InFlight | None = None
+        """The exchange that was launched and has not landed."""
 
         self.set_layout([list(parameters.parameters)], {})
         dtypes = [acc_dtype(p) for p in parameters.parameters.values()]
@@ -67,19 +98,56 @@ class RoundDriver(Driver[ParameterLayout]):
         for name, view in self.views(self.anchor).items():
             view.copy_(self.parameters.parameters[name].detach())
 
-    def count_step(self) -> bool:
-        """Count an optimizer step; whether the round is complete."""
-        self.local_steps += 1
+    @property
+    def is_due(self) -> bool:
+        """Whether the round is complete."""
         return self.local_steps >= self.options.every
+
+    @property
+    def is_landing_due(self) -> bool:
+        """Whether the exchange that was launched is to be applied now."""
+        return self.in_flight is not None and self.local_steps >= self.options.delay
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Exchanges that were applied or skipped, and those that were skipped.
+
+        One that is in flight counts when it lands: until then the engine may have counted it.
+        """
+        if self.in_flight is not None:
+            return self.in_flight.counts
+        return self.engine.step, self.engine.skipped
 
     def exchange(self) -> StepStats:
         """End the round: exchange the weight changes; all ranks apply them, or none."""
-        self._check_frozen()
+        stats = self._run(self._weight_change(), self.local_steps)
+        self._set_weights(stats)
+        self.local_steps = 0
+        return stats
+
+    def launch(self, submit: Submit) -> None:
+        """End the round, and exchange the weight changes in the background."""
+        change, counts = self._weight_change(), self.counts
+        weights = {name: p.detach().clone() for name, p in self.parameters.parameters.items()}
+        job = submit(partial(self._run, change, self.local_steps), change)
+        self.in_flight = InFlight(weights, counts, job)
+        self.local_steps = 0
+
+    def land(self) -> StepStats:
+        """Wait for the exchange that was launched, and apply it."""
+        assert self.in_flight is not None
         begun = perf_counter()
-        change = self._weight_change()
+        stats = self.in_flight.job.result()
+        waited = perf_counter() - begun
+        launched, self.in_flight = self.in_flight.weights, None
+        self._set_weights(stats, launched)
+        return replace(stats, exposed=waited)
+
+    def _run(self, change: Tensor, local_steps: int) -> StepStats:
+        """All that is collective of an exchange. It moves the anchor and leaves the weights."""
+        begun = perf_counter()
         if not self.is_checked:
-            every, check_every = self.options.every, self.options.check_every
-            values = {"every": every, "check_every": check_every, "local steps": self.local_steps}
+            values = asdict(self.options) | {"local steps": local_steps}
             self.check_consistency(change, **values)
         step = self.engine.begin(change)
         try:
@@ -90,18 +158,14 @@ class RoundDriver(Driver[ParameterLayout]):
         except BaseException:
             step.discard()
             raise
-        if stats.skipped:
-            self._log_nonfinite(stats.step)
-        else:
+        if not stats.skipped:
             outer_step_(self.anchor, change, self.momentum, self.options)
-        self._set_weights()
-        self.local_steps = 0
         self.note_seconds(stats, begun)
-        self.report(stats)
         return stats
 
     def _weight_change(self) -> Tensor:
         """Weights after the last exchange minus weights now, flat: the outer gradient of DiLoCo."""
+        self._check_frozen()
         change = torch.empty_like(self.anchor)
         anchors = self.views(self.anchor)
         for name, view in self.views(change).items():
@@ -110,9 +174,22 @@ class RoundDriver(Driver[ParameterLayout]):
             view.copy_(anchors[name].to(parameter.dtype)).sub_(parameter)
         return change
 
-    def _set_weights(self) -> None:
-        for name, view in self.views(self.anchor).items():
-            self.parameters.parameters[name].detach().copy_(view)
+    def _set_weights(self, stats: StepStats, launched: dict[str, Tensor] | None = None) -> None:
+        """Apply an exchange, on top of the moves since the launch if it was launched."""
+        weights = {name: p.detach() for name, p in self.parameters.parameters.items()}
+        if stats.skipped:
+            self._log_nonfinite(stats.step, launched or weights)
+        if stats.skipped or launched is None:
+            self.return_to_anchor()
+            return
+        for name, anchor in self.views(self.anchor).items():
+            now = weights[name]
+            now.copy_(landed(anchor, now, launched[name], self.options.mixing))
+
+    def return_to_anchor(self) -> None:
+        """Set the weights to those after the last exchange, the same on every rank."""
+        for name, anchor in self.views(self.anchor).items():
+            self.parameters.parameters[name].detach().copy_(anchor)
 
     def _check_replicas(self, step: int) -> None:
         """Compare the anchors: between exchanges the weights themselves differ."""
@@ -129,10 +206,9 @@ class RoundDriver(Driver[ParameterLayout]):
                 "do: close() the handle and call local_steps again after changing requires_grad"
             )
 
-    def _log_nonfinite(self, step: int) -> None:
+    def _log_nonfinite(self, step: int, weights: dict[str, Tensor]) -> None:
         """Name the parameters of this rank that are not finite, before they are overwritten."""
-        parameters = self.parameters.parameters
-        bad = [name for name, p in parameters.items() if not torch.isfinite(p.detach()).all()]
+        bad = [name for name, weight in weights.items() if not torch.isfinite(weight).all()]
         if bad:
             log.warning(
                 "rank %d, step %d: the weights of this rank are not finite in %s; they are set "

@@ -4,19 +4,26 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from oktopk.adapters.driver import OnStep
 from oktopk.adapters.handle import BaseHandle, Connection
 from oktopk.adapters.local_steps import state as local_state
+from oktopk.adapters.local_steps.background import BackgroundThread, Job
 from oktopk.adapters.local_steps.driver import RoundDriver
-from oktopk.engine.saved_state import Exchanged, SavedRates
+from oktopk.adapters.local_steps.fragment import Fragment
+from oktopk.adapters.local_steps.step_hooks import hook_steps
+from oktopk.comm.failure_detector import FailureDetector
+from oktopk.engine.saved_state import Exchanged
 from oktopk.errors import ExchangeError, NonfiniteError
 from oktopk.stats import StepStats
 
+T = TypeVar("T")
 CLOSED = "the handle of local_steps was closed: call local_steps again"
 
 
@@ -24,107 +31,127 @@ class LocalSteps(BaseHandle[RoundDriver]):
     """The statistics and the state of a model that is trained by local steps.
 
     A step of this handle is an exchange: `step`, `stats` and `on_step` count exchanges, not steps
-    of the optimizer.
+    of the optimizer. With several fragments each of them has exchanges of its own, and all count.
     """
 
     exchanged: Exchanged = "weight changes"
 
-    def __init__(self, driver: RoundDriver, connection: Connection, optimizer: Optimizer) -> None:
-        super().__init__(driver, connection)
+    def __init__(
+        self, drivers: Sequence[RoundDriver], connection: Connection, optimizer: Optimizer
+    ) -> None:
+        super().__init__(drivers[0], connection)
+        self.fragments = [Fragment(driver, connection) for driver in drivers]
         self.failure: BaseException | None = None
         """The error that ended the exchange for good; None while it is well."""
 
-        self._depth = 0
+        self._last = drivers[0]
+        """The driver that finished an exchange last."""
+
         # the optimizer keeps this handle alive: the user may drop what local_steps returned
-        self._hooks = (
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+        self._hooks = hook_steps(optimizer, self._after_step)
+        self._thread = BackgroundThread() if self.driver.options.delay else None
+        self._finalizer = weakref.finalize(
+            self, _end_threads, connection.failure_detector, self._thread
         )
-        self._finalizer = weakref.finalize(self, connection.failure_detector.close)
+
+    @property
+    def drivers(self) -> list[RoundDriver]:
+        """The drivers of the fragments, in the order of the model."""
+        return [fragment.driver for fragment in self.fragments]
 
     @property
     def local_steps(self) -> int:
-        """Optimizer steps since the last exchange."""
-        return self.driver.local_steps
+        """Optimizer steps since an exchange was last begun."""
+        return min(driver.local_steps for driver in self.drivers)
+
+    @property
+    def stats(self) -> StepStats | None:
+        """What the last finished exchange did; None before the first. Never half-filled."""
+        return self._last.stats
+
+    @property
+    def on_step(self) -> OnStep | None:
+        """The callback for every finished exchange. It may be replaced at any time."""
+        return self.driver.on_step
+
+    @on_step.setter
+    def on_step(self, on_step: OnStep | None) -> None:
+        for driver in self.drivers:
+            driver.on_step = on_step
+
+    @property
+    def step(self) -> int:
+        """The number of finished exchanges, skipped ones included and one in flight not."""
+        return sum(driver.counts[0] for driver in self.drivers)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Exchanges that no rank applied because some rank had a NaN or Inf."""
+        return sum(driver.counts[1] for driver in self.drivers)
+
+    @property
+    def residuals(self) -> dict[str, Tensor]:
+        """This rank's residual by parameter name, in the parameter's shape.
+
+        It waits for an exchange in flight, and is valid until the next one ends; empty before the
+        first.
+        """
+        self._wait()
+        parts = [driver.residuals for driver in self.drivers]
+        return {name: residual for part in parts for name, residual in part.items()}
+
+    @property
+    def dense_parameters(self) -> list[str]:
+        """Names of the parameters that travel dense: biases, norms, tiny ones, and as asked."""
+        return [name for driver in self.drivers for name in driver.parameters.dense]
 
     def exchange(self) -> StepStats:
         """Exchange now, in the middle of a round. A collective: all ranks must call it.
 
         For the end of training, where the number of steps is no multiple of `every`: until the next
-        exchange every rank has weights of its own.
+        exchange every rank has weights of its own. An exchange in flight is applied first; then all
+        fragments are exchanged and applied at once, so that all ranks have the same weights. A new
+        round begins. Returns the statistics of the last fragment.
         """
-        if self.closed:
-            raise RuntimeError(CLOSED)
-        detector = self._connection.failure_detector
-        detector.step = self.step
-        try:
-            if self.failure is not None:
-                raise RuntimeError(f"an exchange failed before: {self.failure}") from self.failure
-            if detector.diagnosis is not None:
-                raise ExchangeError("another rank reported a failure")
-            return self.driver.exchange()
-        except NonfiniteError:  # the round was rolled back on all ranks: the next may succeed
-            raise
-        except BaseException as error:  # Ctrl-C too: the other ranks must learn of it
-            if self.failure is None:
-                self.failure = error
-                detector.abort(error, self.comm)
-            raise
+        for driver in self.drivers:
+            if driver.in_flight is not None:
+                self._attempt(self._land, driver)
+        return [self._attempt(self._exchange_early, driver) for driver in self.drivers][-1]
 
     def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact resume needs, between exchanges as well as right after one.
 
         It has this rank's weights, the weights after the last exchange (`anchor`), the residual,
-        the outer momentum, thresholds, bounds and counters. The keys are the same on every rank and
-        at any time. Inside a round the weights and the residual are this rank's own: save one file
-        per rank, or use `gathered_state_dict`. The optimizer's state is each rank's own too, and is
-        not part of it.
+        the outer momentum, thresholds, bounds and counters. It waits for an exchange in flight, and
+        has the weights at its launch (`launched`) and its statistics too, so that it is applied at
+        the same step as in a run that never stopped. The keys are the same on every rank and at any
+        time; with several fragments `fragments` has the states of all. Inside a round the weights
+        and the residual are this rank's own: save one file per rank, or use `gathered_state_dict`.
+        The optimizer's state is each rank's own too, and is not part of it.
         """
-        driver = self.driver
-        parameters = driver.parameters.parameters
-        momentum = {} if driver.momentum is None else driver.views(driver.momentum)
-        return {
-            "residuals": self.driver.copied_residuals(),
-            "anchor": _copies(driver.views(driver.anchor)),
-            "weights": _copies({name: p.detach() for name, p in parameters.items()}),
-            "momentum": _copies(momentum),
-            "local_steps": driver.local_steps,
-            "metadata": self._metadata([], SavedRates(rates={}, peaks={}, scale=None)),
-        }
+        self._wait()
+        states = [fragment.state_dict() for fragment in self.fragments]
+        return states[0] if len(states) == 1 else {local_state.FRAGMENTS: states}
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Continue where `state_dict` was taken: the same bits as a run that never stopped.
 
         Sets the weights of the model too. Takes this rank's own state, what `gathered_state_dict`
         returned, or a list of all ranks' states. The last two may be of another world size: rank r
-        then takes over the residuals of ranks r, r+P, ... Every rank must call it; in the middle of
-        training the ranks wait for each other.
+        then takes over the residuals of ranks r, r+P, ..., and an exchange in flight is applied
+        while loading. Every rank must call it; in the middle of training the ranks wait for each
+        other. What this handle has in flight is dropped.
         """
+        self._wait()
         saved = self._read(state)
-        assert isinstance(saved, local_state.SavedLocalSteps)
-        driver = self.driver
-        with torch.no_grad(), driver.engine.lock:
-            self._load_exchange(saved, driver.layout)
-            each = saved.round
-            for name, view in driver.views(driver.anchor).items():
-                view.copy_(each.anchor[name])
-                driver.parameters.parameters[name].copy_(each.weights[name])
-            if driver.momentum is not None:
-                driver.momentum.zero_()
-                for name, view in driver.views(driver.momentum).items():
-                    if name in each.momentum:
-                        view.copy_(each.momentum[name])
-            driver.local_steps = each.local_steps
-            driver.is_checked = False
+        assert isinstance(saved, local_state.SavedFragments)
+        for fragment, each in zip(self.fragments, saved.fragments, strict=True):
+            fragment.load_saved(each)
 
-    def _parse(self, state: dict[str, Any] | list[dict[str, Any]]) -> local_state.SavedLocalSteps:
-        return local_state.load(
-            state,
-            super()._parse(state),
-            rank=self.comm.rank,
-            world_size=self.comm.size,
-            parameters=self.driver.parameters.parameters,
-        )
+    def _parse(self, state: dict[str, Any] | list[dict[str, Any]]) -> local_state.SavedFragments:
+        parts = local_state.by_fragment(state, len(self.fragments), self.comm.rank)
+        pairs = zip(self.fragments, parts, strict=True)
+        return local_state.joined([fragment.parse(part) for fragment, part in pairs])
 
     @property
     def closed(self) -> bool:
@@ -134,33 +161,113 @@ class LocalSteps(BaseHandle[RoundDriver]):
     def close(self) -> None:
         """Stop exchanging: remove the hooks of the optimizer and close the process group.
 
-        A communicator that was passed to `local_steps` stays open.
+        An exchange in flight is waited for, at most 5 s, and not applied: call `exchange` before to
+        have the same weights on all ranks. A communicator that was passed to `local_steps` stays
+        open.
         """
         for hook in self._hooks:
             hook.remove()
         self._finalizer()
+        for driver in self.drivers:
+            driver.in_flight = None
         self._close_comm()
 
-    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        # After a step that raised, no post-hook has run.
-        if self._depth >= _num_hooked(optimizer):
-            self._depth = 0
-        self._depth += 1
+    def _after_step(self) -> None:
+        for driver in self.drivers:  # all of them, before one raises
+            driver.local_steps += 1
+        for driver in self.drivers:
+            if driver.is_landing_due:
+                self._attempt(self._land, driver)
+            if driver.is_due:
+                self._attempt(self._end_round, driver)
 
-    def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        """Count the step once, though the `step` of a subclass may call that of its parent."""
-        self._depth = max(self._depth - 1, 0)
-        if self._depth == 0 and self.driver.count_step():
-            self.exchange()
+    def _attempt(self, act: Callable[[RoundDriver], T], driver: RoundDriver) -> T:
+        """Do something with a driver; an error ends the exchange on all ranks, but for NaNs."""
+        if self.closed:
+            raise RuntimeError(CLOSED)
+        detector = self._connection.failure_detector
+        detector.step = self.step
+        try:
+            if self.failure is not None:
+                raise RuntimeError(f"an exchange failed before: {self.failure}") from self.failure
+            return act(driver)
+        except NonfiniteError:  # the round was rolled back on all ranks: the next may succeed
+            raise
+        except BaseException as error:  # Ctrl-C too: the other ranks must learn of it
+            if self.failure is None:
+                self.failure = error
+                detector.abort(error, self.comm)
+            raise
+
+    def _end_round(self, driver: RoundDriver) -> None:
+        self._check_others()
+        if self._thread is None:
+            self._finish(driver, driver.exchange())
+        else:
+            driver.launch(self._in_background)
+
+    def _exchange_early(self, driver: RoundDriver) -> StepStats:
+        self._check_others()
+        stats = driver.exchange()
+        driver.local_steps = driver.head_start
+        return self._finish(driver, stats)
+
+    def _land(self, driver: RoundDriver) -> None:
+        self._finish(driver, driver.land())
+
+    def _finish(self, driver: RoundDriver, stats: StepStats) -> StepStats:
+        """Tell of an exchange, by its number among those of all fragments."""
+        numbered = replace(stats, step=self.step - 1)
+        self._last = driver
+        try:
+            driver.report(numbered)
+        finally:
+            if stats.skipped:
+                self._roll_back_others(driver)
+        return numbered
+
+    def _roll_back_others(self, driver: RoundDriver) -> None:
+        """Roll all fragments back with one that was not finite, on all ranks.
+
+        Else a NaN would go from fragment to fragment: with weights that are not finite in one of
+        them, the next step gives every other one such gradients too.
+        """
+        for other in self.drivers:
+            if other is not driver:
+                if other.in_flight is not None:
+                    self._finish(other, other.land())
+                other.return_to_anchor()
+
+    def _wait(self) -> None:
+        """Wait for what is in flight, without applying it."""
+        for driver in self.drivers:
+            if driver.in_flight is not None:
+                self._attempt(_result, driver)
+
+    def _check_others(self) -> None:
+        if self._connection.failure_detector.diagnosis is not None:
+            raise ExchangeError("another rank reported a failure")
+
+    def _in_background(self, act: Callable[[], StepStats], like: Tensor) -> Job[StepStats]:
+        detector, comm = self._connection.failure_detector, self.comm
+
+        def watched() -> StepStats:
+            try:
+                return act()
+            except BaseException as error:
+                detector.abort(error, comm)  # now: other ranks wait, and this one lands later
+                raise
+
+        assert self._thread is not None
+        return self._thread.submit(watched, like)
 
 
-def _num_hooked(optimizer: Optimizer) -> int:
-    """Classes of the optimizer whose `step` runs hooks: torch patches that of every class which has
-    had an instance."""
-    steps = [vars(kind).get("step") for kind in type(optimizer).__mro__]
-    return max(1, sum(getattr(step, "hooked", False) for step in steps))
+def _result(driver: RoundDriver) -> StepStats:
+    assert driver.in_flight is not None
+    return driver.in_flight.job.result()
 
 
-def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    contiguous = torch.contiguous_format
-    return {name: x.clone(memory_format=contiguous) for name, x in tensors.items()}
+def _end_threads(detector: FailureDetector, thread: BackgroundThread | None) -> None:
+    if thread is not None:
+        thread.close()
+    detector.close()

@@ -2,34 +2,35 @@
 """`local_steps`: ranks train alone, and exchange their weight changes every so many steps.
 
 No wrapper around the model is needed: a hook after `optimizer.step()` counts the steps, and at the
-end of a round it runs the exchange on the calling thread.
+end of a round it runs the exchange, on the calling thread or, with a `delay`, in the background.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from oktopk.adapters.budget import AUTO, BudgetOptions, budget_options, start_budget
+from oktopk.adapters.budget import AUTO, Budget, BudgetOptions, budget_options, start_budget
 from oktopk.adapters.connect import agree_by_store, connect, describe_group, describe_parameters
 from oktopk.adapters.driver import OnStep
 from oktopk.adapters.handle import Connection
 from oktopk.adapters.local_steps.driver import RoundDriver
+from oktopk.adapters.local_steps.fragment import divide
 from oktopk.adapters.local_steps.handle import LocalSteps
 from oktopk.adapters.local_steps.outer_step import OuterOptions
+from oktopk.adapters.local_steps.validation import optimizer_of, parameters_of
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.adapters.policy import Policy
 from oktopk.adapters.precompile import precompile
 from oktopk.adapters.validation import (
     check_devices,
-    check_optimizer,
     check_types,
     is_on_cuda,
     time_limit,
@@ -39,11 +40,8 @@ from oktopk.comm.communicator import Comm
 from oktopk.comm.failure_detector import FailureDetector, NoFailureDetector
 from oktopk.comm.simulated import single_rank_comm
 from oktopk.comm.torch_transport import TorchTransport
-from oktopk.engine.buckets import MAX_INDEXABLE
 from oktopk.errors import ExchangeError
 from oktopk.methods.base import Average
-from oktopk.optim.flat_views import is_dtensor
-from oktopk.optim.residual_scaling import innermost_optimizer
 from oktopk.settings import Settings
 from oktopk.utils.arguments import choice
 from oktopk.wire.codec import CodecName
@@ -61,6 +59,9 @@ def local_steps(
     exchange_share: float = 0.2,
     outer_lr: float = 1.0,
     outer_momentum: float = 0.0,
+    delay: int = 0,
+    mixing: float = 1.0,
+    fragments: int = 1,
     decay: float = 0.95,
     average: Average = "senders",
     method: str = "oktopk",
@@ -85,6 +86,10 @@ def local_steps(
     next one. After an exchange all ranks have the same weights, to the bit. Every rank must call
     `optimizer.step()` equally often.
 
+    With `delay` the exchange runs in the background while the optimizer goes on, and with
+    `fragments` it takes a part of the model at a time: then it is the anchor of a fragment, the
+    weights that its last exchange led to, that all ranks have in common, to the bit.
+
     Args:
         model: any module on one device, or a `DistributedDataParallel` of the ranks of one site,
             with `group` across sites. Only parameters that require gradients are exchanged;
@@ -98,6 +103,17 @@ def local_steps(
             the next that an exchange may take.
         outer_lr: learning rate of the outer step, which moves the weights by the mean change.
         outer_momentum: Nesterov momentum of the outer step, as in DiLoCo; 0 is none.
+        delay: optimizer steps for which an exchange may run in the background, less than `every`; 0
+            runs it inside `optimizer.step()`. It is launched at the end of a round, with the weight
+            changes of that moment, and its result is applied `delay` steps later, under the steps
+            that the rank has taken meanwhile.
+        mixing: with a delay, the share of this rank's moves since the launch that is kept on top of
+            the exchanged weights, in [0, 1]. Streaming DiLoCo mixes the exchanged weights with all
+            of the rank's own, its moves before the launch included; here those are in the exchange
+            alone, so no move is counted twice.
+        fragments: parts of about equal size, in the order of the model, that are exchanged one
+            after the other, each every `every` steps, so that traffic is even; at most `every`.
+            Each has `density` by itself; a NaN in one of them rolls all of them back.
         decay: the residual is multiplied by this before each exchange. 1 is plain error feedback;
             a change that waited for long no longer fits weights that have moved on.
         average: divide each sum by the number of `senders` of that entry, or of `all` ranks.
@@ -141,22 +157,34 @@ def local_steps(
         on_nonfinite=on_nonfinite,
     )
     options = OuterOptions(
-        every=every, outer_lr=outer_lr, outer_momentum=outer_momentum, check_every=check_every
+        every=every,
+        outer_lr=outer_lr,
+        outer_momentum=outer_momentum,
+        check_every=check_every,
+        delay=delay,
+        mixing=mixing,
+        fragments=fragments,
     )
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     if not isinstance(inner, nn.Module):
         raise TypeError(f"local_steps needs a torch.nn.Module, got {type(inner).__name__}")
-    parameters = _parameters_of(inner, policy or Policy(), settings)
+    if delay and inner is not model and is_on_cuda(inner):
+        raise ValueError(
+            f"delay={delay} does not work with DistributedDataParallel on CUDA: NCCL operations of "
+            "DDP and of the exchange would run side by side, in no order; use delay=0"
+        )
+    parameters = parameters_of(inner, policy or Policy(), settings)
     job = _Job(
         model=inner,
         parameters=parameters,
-        optimizer=_optimizer_of(optimizer, parameters),
+        fragments=divide(parameters, fragments),
+        optimizer=optimizer_of(optimizer, parameters),
         group=_process_group(group, comm),
         comm=comm,
         timeout=time_limit(timeout),
     )
     handle = _start(job, settings, options, on_step, budget)
-    precompile(settings, parameters.parameters.values(), steps_before=every - 1)
+    precompile(settings, parameters.parameters.values(), steps_before=every // fragments - 1)
     return handle
 
 
@@ -166,6 +194,9 @@ class _Job:
 
     model: nn.Module
     parameters: ParameterLayout
+    fragments: list[ParameterLayout]
+    """The same parameters, in parts that are exchanged one after the other."""
+
     optimizer: Optimizer
     group: Any
     """The process group whose store the ranks share; None for simulated ranks, or one process."""
@@ -210,21 +241,38 @@ def _start(
         comm, failure_detector = job.connect(undo)
         try:
             broadcast_([*job.model.parameters(), *job.model.buffers()], comm, stage="start")
-            trained = list(job.parameters.parameters.values())
-            budget = start_budget(auto, settings, trained, comm)
+            budgets = _start_budgets(job, settings, auto, comm)
         except ExchangeError as error:
             failure_detector.abort(error, comm)  # raises one that names the rank
             raise
-        driver = RoundDriver(settings, comm, job.parameters, options, on_step, budget)
+        every, num = options.every, options.fragments
+        drivers = [
+            RoundDriver(settings, comm, parameters, options, on_step, budget, every - first)
+            for parameters, budget, first in zip(
+                job.fragments, budgets, (i * every // num for i in range(1, num + 1)), strict=True
+            )
+        ]
         connection = Connection(
             failure_detector=failure_detector,
             agree_to_load=agree_to_load,
             owns_comm=job.comm is None,
         )
-        handle = LocalSteps(driver, connection, job.optimizer)
+        handle = LocalSteps(drivers, connection, job.optimizer)
         comm.is_attached = True
         undo.pop_all()
     return handle
+
+
+def _start_budgets(
+    job: _Job, settings: Settings, auto: BudgetOptions | None, comm: Comm
+) -> list[Budget | None]:
+    """One for each fragment: together they may take the share of the time that was asked for."""
+    num = len(job.fragments)
+    each = auto and replace(auto, share=auto.share / num)
+    return [
+        start_budget(each, settings, list(fragment.parameters.values()), comm)
+        for fragment in job.fragments
+    ]
 
 
 def _process_group(group: Any, comm: Comm | None) -> Any:
@@ -234,46 +282,3 @@ def _process_group(group: Any, comm: Comm | None) -> Any:
     if not isinstance(comm.transport, TorchTransport):
         return None
     return comm.transport.group or dist.group.WORLD
-
-
-def _parameters_of(model: nn.Module, policy: Policy, settings: Settings) -> ParameterLayout:
-    """The layout of the model's parameters; TypeError or ValueError if it cannot be exchanged."""
-    layout = ParameterLayout(dict(model.named_parameters()), policy)
-    for name, parameter in layout.parameters.items():
-        _check_parameter(name, parameter)
-    if not layout.parameters:
-        raise ValueError("no parameter of this model requires gradients: nothing is trained")
-    numel = sum(parameter.numel() for parameter in layout.parameters.values())
-    if numel > MAX_INDEXABLE and settings.method != "dense":
-        raise ValueError(
-            f"the model has {numel} trainable entries, and no more than {MAX_INDEXABLE} can be "
-            "selected together, as indices are int32: use method='dense', or freeze some parameters"
-        )
-    return layout
-
-
-def _check_parameter(name: str, parameter: Tensor) -> None:
-    if is_dtensor(parameter):
-        raise TypeError(
-            f"parameter {name!r} is a DTensor, which is spread over ranks: local_steps needs whole "
-            "parameters, as a plain module or DistributedDataParallel has; for a model that FSDP2 "
-            "shards inside a site, exchange gradients between sites with oktopk.attach_fsdp"
-        )
-    if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
-        raise TypeError(
-            f"parameter {name!r} is {parameter.dtype}: local_steps exchanges fp16, bf16, fp32 and "
-            "float64 parameters; freeze it, or keep it in one of these"
-        )
-
-
-def _optimizer_of(optimizer: Any, parameters: ParameterLayout) -> Optimizer:
-    """The optimizer itself, without schedulers and wrappers; it must train the model."""
-    inner = innermost_optimizer(optimizer)
-    if not hasattr(inner, "register_step_post_hook"):
-        raise TypeError(f"expected an optimizer or a scheduler, got {type(optimizer).__name__}")
-    advice = "make the optimizer from model.parameters(), after the model was moved to its device"
-    check_optimizer(inner, parameters.parameters.values(), advice)
-    hooks = inner._optimizer_step_post_hooks.values()
-    if any(isinstance(getattr(hook, "__self__", None), LocalSteps) for hook in hooks):
-        raise ValueError("this optimizer has local steps already: close() their handle first")
-    return inner

@@ -26,8 +26,18 @@ class OuterOptions:
     check_every: int = 10
     """Exchanges between comparisons of the weights of all ranks; 0 is never."""
 
+    delay: int = 0
+    """Optimizer steps from the launch of an exchange until its result is applied; 0 is at once."""
+
+    mixing: float = 1.0
+    """Share of this rank's moves since the launch that is kept when the result is applied."""
+
+    fragments: int = 1
+    """Parts of the model that are exchanged one after the other."""
+
     def __post_init__(self) -> None:
         integer("every", self.every, least=1)
+        self._check_streaming()
         integer("check_every", self.check_every, least=0)
         lr = number("outer_lr", self.outer_lr, "more than 0")
         if not 0 < lr < float("inf"):
@@ -35,6 +45,17 @@ class OuterOptions:
         momentum = number("outer_momentum", self.outer_momentum, "in [0, 1)")
         if not 0 <= momentum < 1:
             raise ValueError(f"outer_momentum must be in [0, 1), got {momentum}")
+
+    def _check_streaming(self) -> None:
+        if integer("delay", self.delay, least=0) >= self.every:
+            raise ValueError(f"delay must be less than every={self.every}, got {self.delay}")
+        mixing = number("mixing", self.mixing, "in [0, 1]")
+        if not 0 <= mixing <= 1:
+            raise ValueError(f"mixing must be in [0, 1], got {mixing}")
+        if mixing != 1 and not self.delay:
+            raise ValueError(f"mixing={mixing} has no effect with delay=0: set a delay")
+        if integer("fragments", self.fragments, least=1) > self.every:
+            raise ValueError(f"fragments must be at most every={self.every}, got {self.fragments}")
 
 
 def outer_step_(
@@ -49,3 +70,10 @@ def outer_step_(
         momentum.mul_(options.outer_momentum).add_(change)
         change.add_(momentum * options.outer_momentum)
     anchor.sub_(change.mul_(options.outer_lr))
+
+
+def landed(anchor: Tensor, now: Tensor, launched: Tensor, mixing: float) -> Tensor:
+    """The weights after a delayed exchange: the new anchor, and on top what this rank has moved
+    since the launch. In the dtype of the anchor; without a move they are the anchor, to the bit."""
+    moves = now.to(anchor.dtype) - launched.to(anchor.dtype)
+    return anchor + moves.mul_(mixing)

@@ -1,27 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `LocalSteps` saves beside the residual: weights, anchor, momentum, and steps of the round.
+"""What `LocalSteps` saves beside the residual: weights, anchor, momentum, steps of the round,
+and what is in flight.
 
 The ranks leave the anchor by different amounts, so a state that is taken inside a round belongs to
-one rank. Anchor and momentum are the same on every rank.
+one rank. Anchor and momentum are the same on every rank. With several fragments the state of a rank
+is the list of theirs.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
+from oktopk.adapters.local_steps.outer_step import landed
 from oktopk.engine.saved_state import DTYPES, RANKS, Saved, StateError, checked_tensors, taken_over
 from oktopk.methods.state import Count
 from oktopk.sparse import acc_dtype
+from oktopk.stats import StepStats
 
 WEIGHT_DTYPES = (*DTYPES, torch.float16, torch.bfloat16)
 KEYS = ("anchor", "weights", "momentum", "local_steps")
+FRAGMENTS = "fragments"
+"""Key of the states of all fragments in the state of a rank that has several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,25 @@ class Round:
     momentum: dict[str, Tensor]
     """Of the outer step; empty if it has none."""
 
+    launched: dict[str, Tensor]
+    """The weights at the launch of the exchange that is in flight; empty if none is."""
+
+    stats: StepStats | None
+    """Of the exchange that is in flight: its result is in the anchor already."""
+
+    def landed(self, mixing: float) -> Round:
+        """The same with nothing in flight: what was launched is applied."""
+        if self.stats is None:
+            return self
+        weights = {
+            name: anchor
+            if self.stats.skipped
+            else landed(anchor, self.weights[name], self.launched[name], mixing)
+            for name, anchor in self.anchor.items()
+        }
+        weights = {name: weight.to(self.weights[name].dtype) for name, weight in weights.items()}
+        return replace(self, weights=weights, launched={}, stats=None)
+
     def change(self, name: str) -> Tensor:
         """What the weights of a parameter have changed by since the last exchange."""
         anchor, weights = self.anchor[name], self.weights[name]
@@ -53,14 +78,32 @@ class SavedLocalSteps(Saved):
     round: Round
 
 
+@dataclass(frozen=True, slots=True)
+class SavedFragments(Saved):
+    """The states of all fragments; what `Saved` has is that of the first."""
+
+    fragments: list[SavedLocalSteps]
+
+
+def joined(fragments: list[SavedLocalSteps]) -> SavedFragments:
+    """The states of all fragments as one."""
+    return SavedFragments(**_fields(fragments[0]), fragments=fragments)
+
+
 def load(
-    state: Any, saved: Saved, *, rank: int, world_size: int, parameters: Mapping[str, Tensor]
+    state: Any,
+    saved: Saved,
+    *,
+    rank: int,
+    world_size: int,
+    parameters: Mapping[str, Tensor],
+    mixing: float,
 ) -> SavedLocalSteps:
     """Add what is particular to local steps to `saved`, which was read from the same state.
 
     If the world size changes inside a round, a rank takes over the weights of one old rank, and the
     weight changes of the others are added to its residual: so the sum over ranks of residual plus
-    weight change stays what it was.
+    weight change stays what it was. An exchange that is in flight is applied before.
     """
     try:
         states = state[RANKS] if isinstance(state, dict) and RANKS in state else state
@@ -75,6 +118,7 @@ def load(
             )
         if len(rounds) == world_size:
             return _joined(saved, rounds[rank])
+        rounds = [each.landed(mixing) for each in rounds]
         return _resharded(saved, rounds, taken_over(rounds, rank, world_size))
     except StateError as error:
         raise StateError(f"rank {rank}: {error}") from error.__cause__
@@ -89,13 +133,15 @@ def _resharded(saved: Saved, rounds: list[Round], mine: Sequence[Round]) -> Save
             for name, residual in residuals.items():
                 residual.add_(each.change(name))
     weights = mine[0].weights if mine else first.anchor
-    same = Round(first.local_steps, first.anchor, weights, first.momentum)
-    return _joined(Saved(saved.metadata, residuals, saved.arrived), same)
+    return _joined(Saved(saved.metadata, residuals, saved.arrived), replace(first, weights=weights))
 
 
 def _joined(saved: Saved, each: Round) -> SavedLocalSteps:
-    values = {field.name: getattr(saved, field.name) for field in fields(Saved)}
-    return SavedLocalSteps(**values, round=each)
+    return SavedLocalSteps(**_fields(saved), round=each)
+
+
+def _fields(saved: Saved) -> dict[str, Any]:
+    return {field.name: getattr(saved, field.name) for field in fields(Saved)}
 
 
 def _rank_of(state: Any) -> int:
@@ -115,7 +161,32 @@ def _parse(state: Any) -> Round:
             raise StateError(f"the anchor of {name!r} has a NaN or Inf: load an older checkpoint")
     weights = checked_tensors(state["weights"], "weights", WEIGHT_DTYPES)
     momentum = checked_tensors(state["momentum"], "momentum", DTYPES)
-    return Round(local_steps, anchor, weights, momentum)
+    # a state that was saved before there was a delay has neither
+    launched = checked_tensors(state.get("launched", {}), "launched", WEIGHT_DTYPES)
+    stats = _parse_stats(state.get("launched_stats", ""))
+    if (stats is None) != (not launched) or (launched and launched.keys() != weights.keys()):
+        raise StateError("'launched' and 'launched_stats' of the state do not fit each other")
+    return Round(local_steps, anchor, weights, momentum, launched, stats)
+
+
+def write_stats(stats: StepStats | None) -> str:
+    """The text of a state's statistics; none are the empty text.
+
+    Without the seconds that it took: equal runs have equal states.
+    """
+    if stats is None:
+        return ""
+    timeless = replace(stats, select=0.0, exchange=0.0, scatter=0.0, exposed=0.0)
+    return json.dumps(msgspec.to_builtins(timeless))
+
+
+def _parse_stats(text: Any) -> StepStats | None:
+    if text == "":
+        return None
+    try:
+        return msgspec.convert(json.loads(text), StepStats)
+    except (TypeError, json.JSONDecodeError, msgspec.ValidationError, RecursionError) as error:
+        raise StateError(f"'launched_stats' of the state cannot be read: {error}") from error
 
 
 def _fitted(each: Round, parameters: Mapping[str, Tensor]) -> Round:
@@ -124,7 +195,7 @@ def _fitted(each: Round, parameters: Mapping[str, Tensor]) -> Round:
     `saved_state.load` has checked the names: one that is missing was frozen, so its weights are
     those that it has now.
     """
-    for tensors in (each.anchor, each.weights, each.momentum):
+    for tensors in (each.anchor, each.weights, each.momentum, each.launched):
         for name in tensors.keys() & parameters.keys():
             theirs, mine = tuple(tensors[name].shape), tuple(parameters[name].shape)
             if mine != theirs:
@@ -135,4 +206,30 @@ def _fitted(each: Round, parameters: Mapping[str, Tensor]) -> Round:
     }
     weights = {name: each.weights.get(name, p.detach()) for name, p in parameters.items()}
     momentum = {name: x for name, x in each.momentum.items() if name in parameters}
-    return Round(each.local_steps, anchor, weights, momentum)
+    launched = {name: each.launched.get(name, x) for name, x in weights.items()}
+    launched = launched if each.launched else {}
+    return Round(each.local_steps, anchor, weights, momentum, launched, each.stats)
+
+
+def by_fragment(state: Any, num: int, rank: int) -> list[Any]:
+    """For each of `num` fragments its state, or those of all ranks, from that of the model."""
+    states = state[RANKS] if isinstance(state, dict) and RANKS in state else state
+    try:
+        if isinstance(states, list):
+            return [list(each) for each in zip(*(_parts(one, num) for one in states), strict=True)]
+        return _parts(states, num)
+    except StateError as error:
+        raise StateError(f"rank {rank}: {error}") from None
+
+
+def _parts(state: Any, num: int) -> list[Any]:
+    several = isinstance(state, dict) and FRAGMENTS in state
+    parts = state[FRAGMENTS] if several else [state]
+    if not isinstance(parts, list):
+        raise StateError(f"{FRAGMENTS!r} must be a list, got a {type(parts).__name__}")
+    if len(parts) != num:
+        raise StateError(
+            f"the state was saved with fragments={len(parts)} and this is fragments={num}: call "
+            "local_steps with the number it was saved with"
+        )
+    return parts

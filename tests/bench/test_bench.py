@@ -235,4 +235,4 @@ def test_the_all_gather_of_sparseloco_grows_with_the_ranks_and_local_steps_do_no
     assert few["sparseloco"].bytes_sent == pytest.approx(3 * each / 32, rel=0.01)
     assert many["sparseloco"].bytes_sent == pytest.approx(31 * each / 32, rel=0.01)
     assert many["local_steps"].bytes_sent < 1.5 * few["local_steps"].bytes_sent
-    assert many["local_steps"].bytes_sent * 32 == many["oktopk"].bytes_sent
+    assert many["local_steps"].bytes_sent * 32 < many["oktopk"].bytes_sent

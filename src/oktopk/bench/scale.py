@@ -15,6 +15,7 @@ from itertools import zip_longest
 
 from torch import Tensor
 
+from oktopk.adapters.local_steps.shared_density import METHOD as SHARED
 from oktopk.baselines.sparseloco import num_words
 from oktopk.bench.stream import gradients
 from oktopk.comm.communicator import Comm
@@ -132,12 +133,17 @@ def sparseloco(size: int, gradient: Compressed, link: Link, speed: KernelSpeed) 
 def rows_of(
     size: int, gradient: Compressed, link: Link, speed: KernelSpeed, every: int
 ) -> list[ScaledStep]:
-    """All methods on `size` ranks. Local steps exchange as `oktopk` does, every few steps."""
+    """All methods on `size` ranks. Local steps exchange every few steps, each rank its share.
+
+    By formula, since simulated gradients have more in common than weight changes: the selections of
+    ranks would overlap, and make the union of them look smaller than it is.
+    """
     given = size, gradient, link, speed
+    share = replace(gradient, density=gradient.density / size)
     each_step = {name: scaled(name, *given) for name in ("dense", *STEPS)}
     return [
         *each_step.values(),
-        local(each_step["oktopk"], "local_steps", every),
+        local(scaled(SHARED, size, share, link, speed), "local_steps", every),
         local(sparseloco(*given), "sparseloco", every),
     ]
 

@@ -131,15 +131,15 @@ def load(
             saved = _resharded([_parse(each) for each in states], rank, world_size)
         else:
             saved = _of_this_rank(_parse(states), rank, world_size)
-        if method is not None and saved.metadata.method != method:
-            raise StateError(
-                f"the state was saved with method={saved.metadata.method!r} and this is "
-                f"{method!r}: attach with the method it was saved with"
-            )
         if saved.metadata.exchanged != exchanged:
             raise StateError(
                 f"the state has residuals of {saved.metadata.exchanged}, and {exchanged} are "
                 "exchanged here: attach and local_steps cannot load each other's states"
+            )
+        if method is not None and saved.metadata.method != method:
+            raise StateError(
+                f"the state was saved with method={saved.metadata.method!r} and this is "
+                f"{method!r}: attach with the method it was saved with"
             )
         return _fitted(saved, parameters, frozen)
     except StateError as error:

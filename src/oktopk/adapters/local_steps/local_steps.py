@@ -21,6 +21,7 @@ from oktopk.adapters.budget import AUTO, Budget, BudgetOptions, budget_options, 
 from oktopk.adapters.connect import agree_by_store, connect, describe_group, describe_parameters
 from oktopk.adapters.driver import OnStep
 from oktopk.adapters.handle import Connection
+from oktopk.adapters.local_steps import shared_density
 from oktopk.adapters.local_steps.driver import RoundDriver
 from oktopk.adapters.local_steps.fragment import divide
 from oktopk.adapters.local_steps.handle import LocalSteps
@@ -64,7 +65,7 @@ def local_steps(
     fragments: int = 1,
     decay: float = 0.95,
     average: Average = "senders",
-    method: str = "oktopk",
+    method: str = AUTO,
     policy: Policy | None = None,
     wire: CodecName | None = None,
     exact_every: int = 32,
@@ -96,9 +97,10 @@ def local_steps(
             buffers are not.
         optimizer: any optimizer, or a scheduler of it. Its state stays on each rank.
         every: optimizer steps between two exchanges.
-        density: fraction of the entries that is kept, in (0, 1]; or `auto`: the highest whose
-            exchange stays under `exchange_share` on the network as measured in this run. It is
-            revised as the network changes, the same on all ranks, and rank 0 logs a change.
+        density: fraction of the entries that an exchange delivers, in (0, 1]; or `auto`: the
+            highest whose exchange stays under `exchange_share` on the network as measured in this
+            run. It is revised as the network changes, the same on all ranks, and rank 0 logs a
+            change.
         exchange_share: with density `auto`, the share of the time from one exchange to the end of
             the next that an exchange may take.
         outer_lr: learning rate of the outer step, which moves the weights by the mean change.
@@ -117,7 +119,9 @@ def local_steps(
         decay: the residual is multiplied by this before each exchange. 1 is plain error feedback;
             a change that waited for long no longer fits weights that have moved on.
         average: divide each sum by the number of `senders` of that entry, or of `all` ranks.
-        method: a name of `oktopk.METHODS`.
+        method: `auto`: every rank selects its share of the density, 1 of P, and all that was
+            selected is delivered, which learns most with its bytes; or a name of `oktopk.METHODS`,
+            with which every rank selects as much as `density` says.
         policy: which parameters travel dense; biases, norms and tiny ones by default.
         wire: how entries travel: `plain`, `fp32`, `bf16`, `fp16`, `int8`, `int4`, `int2` or
             `sign`. None: `bf16`; with density `auto` the fastest of `plain`, `bf16` and `int4`.
@@ -147,7 +151,7 @@ def local_steps(
     choice("on_nonfinite", on_nonfinite, ("skip", "raise"))
     budget = budget_options(density, wire, exchange_share, method)
     settings = Settings(
-        method=method,
+        method=shared_density.method_of(method),
         density=DENSITY if budget else density,  # pyright: ignore[reportArgumentType] - checked
         decay=decay,
         average=average,
@@ -173,6 +177,9 @@ def local_steps(
             f"delay={delay} does not work with DistributedDataParallel on CUDA: NCCL operations of "
             "DDP and of the exchange would run side by side, in no order; use delay=0"
         )
+    if method == AUTO:
+        size = shared_density.num_ranks(_process_group(group, comm), comm)
+        settings = shared_density.shared(settings, size)
     parameters = parameters_of(inner, policy or Policy(), settings)
     job = _Job(
         model=inner,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +20,7 @@ from oktopk.adapters.ddp import communication_thread as exchanger_module
 from oktopk.adapters.ddp import validation
 from oktopk.adapters.ddp.bucket_tracker import SETTLED
 from oktopk.adapters.ddp.communication_thread import CommunicationThread, ReadyBucket
+from oktopk.adapters.local_steps import background as background_module
 from oktopk.comm import torch_transport as comm_module
 from oktopk.comm.torch_transport import TorchTransport
 from oktopk.engine.step import Step
@@ -207,7 +208,7 @@ class FakeCuda:
             yield
             note("off side")
 
-        for module in (exchanger_module, side_stream_module):
+        for module in (exchanger_module, side_stream_module, background_module):
             monkeypatch.setattr(module, "side_stream", lambda device: side)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: note("synchronize"))
         monkeypatch.setattr(torch.cuda, "stream", stream)
@@ -274,3 +275,30 @@ def test_an_error_is_raised_though_the_side_stream_never_ends(monkeypatch, caplo
     assert "gone" in outcome(exchanger, cuda)[-1]
     assert "its stream is still busy" in caplog.text
     exchanger.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_delayed_exchange_runs_on_the_side_stream_between_two_events(monkeypatch, fails):
+    cuda = FakeCuda(monkeypatch)
+    note = cuda.notes.append
+    here = SimpleNamespace(wait_event=lambda event: note("here waits for the exchange"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+    def exchange() -> str:
+        note("exchanged")
+        if fails:
+            raise RuntimeError("gone")
+        return "landed"
+
+    thread = background_module.BackgroundThread()
+    job = thread.submit(exchange, cuda.bucket().buffer)
+    thread.close()
+    try:
+        note(job.result())
+    except RuntimeError as error:
+        note(str(error))
+    launch = ["recorded", "event", "side waits for the bucket", "on side", "exchanged", "event"]
+    assert cuda.notes[:6] == launch
+    ends = ["drained", "gone"] if fails else ["off side", "here waits for the exchange", "landed"]
+    assert cuda.notes[6:] == ends

@@ -235,9 +235,7 @@ def _start(
     described = {} if job.group is None else describe_group(job.group)
     backends = described.get("backend", "")
     check_devices(list(job.parameters.parameters.values()), backends, "local_steps")
-    arguments = asdict(settings) | asdict(options)
-    arguments |= {"timeout": job.timeout, "comm": job.comm is not None}
-    arguments |= {"density": AUTO, **asdict(auto)} if auto else {}
+    arguments = _arguments(job, settings, options, auto)
     values = arguments | described | describe_parameters(job.parameters)
     prefix = job.agree(values, "local_steps", "oktopk.local_steps")
 
@@ -252,12 +250,10 @@ def _start(
         except ExchangeError as error:
             failure_detector.abort(error, comm)  # raises one that names the rank
             raise
-        every, num = options.every, options.fragments
+        starts = _head_starts(options)
         drivers = [
-            RoundDriver(settings, comm, parameters, options, on_step, budget, every - first)
-            for parameters, budget, first in zip(
-                job.fragments, budgets, (i * every // num for i in range(1, num + 1)), strict=True
-            )
+            RoundDriver(settings, comm, parameters, options, on_step, budget, start)
+            for parameters, budget, start in zip(job.fragments, budgets, starts, strict=True)
         ]
         connection = Connection(
             failure_detector=failure_detector,
@@ -268,6 +264,22 @@ def _start(
         comm.is_attached = True
         undo.pop_all()
     return handle
+
+
+def _arguments(
+    job: _Job, settings: Settings, options: OuterOptions, auto: BudgetOptions | None
+) -> dict[str, Any]:
+    """The arguments of `local_steps` that must be the same on every rank."""
+    arguments = asdict(settings) | asdict(options)
+    arguments |= {"timeout": job.timeout, "comm": job.comm is not None}
+    return arguments | ({"density": AUTO, **asdict(auto)} if auto else {})
+
+
+def _head_starts(options: OuterOptions) -> list[int]:
+    """By how much the first round of each fragment is shorter, so that they end at even intervals:
+    after every/F, 2 every/F, ... steps."""
+    every, num = options.every, options.fragments
+    return [every - number * every // num for number in range(1, num + 1)]
 
 
 def _start_budgets(

@@ -244,6 +244,7 @@ class BaseHandle(ABC, Generic[AnyDriver]):
         self.driver.load_budget(metadata.budget)
         self.driver.set_layout(layout, saved.residuals if has_residual else {})
         engine.load(metadata.engine)
+        self.driver.start_is_known = True
 
     def _close_comm(self) -> None:
         self.comm.is_attached = False

@@ -79,6 +79,7 @@ def load_if_saved(handle: Handle | Unattached, folder: str | os.PathLike[str]) -
     """Load the states of a checkpoint; warn where it has none, since a dense run has written it."""
     if isinstance(handle, Unattached):
         return
+    handle.driver.start_is_known = True
     if has_states(Path(folder)):
         handle.load(folder)
     elif handle.comm.rank == 0:

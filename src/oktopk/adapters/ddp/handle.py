@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
-from oktopk.adapters.announcement import describe_optimizer
+from oktopk.adapters.announcement import describe_optimizer, tell_resumed
 from oktopk.adapters.ddp.communication_thread import CommunicationThread, ReadyBucket, reading
 from oktopk.adapters.ddp.driver import StepDriver
 from oktopk.adapters.ddp.periodic_checkpoint import PeriodicCheckpoint
@@ -215,6 +215,7 @@ class Handle(BaseHandle[StepDriver]):
             self.driver.scaling.load(metadata.residual_scaling)
             self._staleness.load_state_dict(saved.arrived)
             self.driver.restart(metadata.settled_layout)
+        tell_resumed(self.driver)
 
     @property
     def closed(self) -> bool:

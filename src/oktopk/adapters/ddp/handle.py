@@ -18,6 +18,7 @@ from oktopk.adapters.ddp.driver import StepDriver
 from oktopk.adapters.ddp.periodic_checkpoint import PeriodicCheckpoint
 from oktopk.adapters.handle import BaseHandle, Connection
 from oktopk.adapters.precompile import precompile
+from oktopk.adapters.rank_files import NoStatesError
 from oktopk.comm.failure_detector import FailureDetector
 from oktopk.errors import ExchangeError, NonfiniteError
 from oktopk.optim.presets import Choices, name_of, suited, warn_if_unknown
@@ -120,8 +121,11 @@ class Handle(BaseHandle[StepDriver]):
         resume = integer("resume", resume, least=0)
         checkpoint = PeriodicCheckpoint(Path(folder), every, keep)
         if resume:
-            checkpoint.check(resume)
-            self.load(checkpoint.folder_of(resume))
+            try:
+                self.load(checkpoint.folder_of(resume))
+            except NoStatesError:
+                checkpoint.check(resume)  # it knows which steps were saved
+                raise
         self._checkpoint = checkpoint
         self._save_after_steps()
         return self

@@ -77,7 +77,7 @@ def _check(draft: Path, out: Path, progress: TimeLeft) -> None:
     """Check both lists as training would. Problems are reported with the final paths."""
     try:
         train, test = map(read_manifest, find_manifests(draft))
-        check(train, test, progress.advance)
+        check(train, test, advance=progress.advance)
     except DataError as error:
         raise DataError(text.replace(str(draft), str(out)) for text in error.problems) from error
 

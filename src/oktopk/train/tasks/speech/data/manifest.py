@@ -91,6 +91,7 @@ def write_manifest(path: str | Path, pairs: Iterable[tuple[Utterance, Path]]) ->
 def check(
     train: list[Utterance],
     test: list[Utterance],
+    *,
     advance: Callable[[], None] = lambda: None,
 ) -> None:
     """Raise a `DataError` with all problems that would otherwise stop training later.

@@ -13,15 +13,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW, RMSprop
+from torch.optim import SGD, Adagrad, AdamW, RMSprop
 
 import oktopk
 import sites
 from idioms import Net, batch, weights_of
 from oktopk.adapters.announcement import expected_bytes
 from oktopk.optim.presets import default_warmup
+from oktopk.optim.steps_taken import steps_taken
 
 
 @contextmanager
@@ -119,6 +121,74 @@ def test_two_sites_of_two_ranks_are_announced_as_such(worlds, kind):
     assert "for AdamW" in start and "step 1: the sparse phase begins" in sparse
     assert others == [""] * 3
     assert worlds.run(4, said_by_two_sites, kind, False) == [""] * 4
+
+
+def resumed(group, kind: str, steps: int) -> tuple[str, list[str]]:
+    """What a second run says and logs that continues after so many steps of a first one."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    model = DistributedDataParallel(Net(), process_group=group)
+    momentum = SGD(model.parameters(), 0.01, momentum=0.9)
+    optimizer = momentum if kind == "sgd" else AdamW(model.parameters())
+    how = {"warmup_steps": 2, "ramp_steps": 4, "optimizer": optimizer}
+    handle = oktopk.attach(model, verbose=False, **how)
+    for step in range(steps):
+        one_step(group, model, optimizer, step)
+    state = handle.state_dict()
+    handle.close()
+    if kind == "new":
+        optimizer = how["optimizer"] = AdamW(model.parameters())
+    with fresh_logging(handler=handler), redirect_stderr(io.StringIO()) as stderr:
+        handle = oktopk.attach(model, **how)
+        if kind == "loaded":
+            handle.load_state_dict(state)
+        for step in range(2):
+            one_step(group, model, optimizer, step)
+        handle.close()
+    return stderr.getvalue(), lines
+
+
+@pytest.mark.parametrize(
+    ("steps", "phase"),
+    [
+        (1, "the dense phase continues until step 2; density 2 % from step 6 on"),
+        (3, "the sparse phase continues at density 13.3 %, 2 % from step 6 on"),
+        (7, "the sparse phase continues at density 2 %"),
+    ],
+)
+def test_a_resumed_run_says_where_it_continues(worlds, steps, phase):
+    (first, logged), (other, others) = worlds.run(2, resumed, "loaded", steps)
+    start, continues, *_ = first.splitlines()
+    assert start.startswith("oktopk: method oktopk, world size 2, ")
+    assert continues == f"oktopk: the state of step {steps} was loaded: {phase}"
+    assert (other, logged, others) == ("", [], [])
+
+
+@pytest.mark.parametrize(("kind", "taken"), [("forgotten", "3 steps"), ("sgd", "steps")])
+def test_an_optimizer_that_continues_without_a_state_is_a_warning(worlds, kind, taken):
+    (_, logged), (_, others) = worlds.run(2, resumed, kind, 3)
+    (told,) = logged
+    assert told.startswith(f"the optimizer has already taken {taken}, and no state of oktopk was")
+    assert told.endswith("on every rank: handle.load(folder), or handle.load_state_dict(state)")
+    assert others == []
+
+
+def test_a_new_optimizer_is_no_warning(worlds):
+    assert [logged for _, logged in worlds.run(2, resumed, "new", 3)] == [[], []]
+
+
+def test_a_state_of_zeros_is_that_of_a_new_optimizer():
+    """As Adagrad begins with one, and as torch.distributed.checkpoint makes one to load into."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    for optimizer in (Adagrad([parameter]), AdamW([parameter]), SGD([parameter], 0.1)):
+        assert steps_taken(optimizer) == 0
+    _init_optim_state(optimizer := AdamW([parameter]))
+    assert optimizer.state and steps_taken(optimizer) == 0
+    parameter.grad = torch.ones(3)
+    for _ in range(2):
+        optimizer.step()
+    assert steps_taken(optimizer) == 3  # torch counts the one that made the state
 
 
 def sent(group, method: str, wire: str) -> tuple[float, float, int, int]:

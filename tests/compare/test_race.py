@@ -86,7 +86,7 @@ def test_nobody_arrived_and_the_reference_won(tmp_path):
 
 def test_where_the_time_went_adds_up(tmp_path):
     (figure,) = where_time_went([read_runlog(store(tmp_path, "oktopk", 0.5, 1.0))])
-    assert [trace["name"] for trace in figure.traces][3] == "waiting for the exchange"
+    assert [trace["name"] for trace in figure.traces][3] == "exposed"
     total = sum(trace["x"][0] for trace in figure.traces)
     assert total == pytest.approx(8 * sum(runlogs.SECONDS.values()))
 

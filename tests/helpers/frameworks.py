@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from contextlib import contextmanager
@@ -16,6 +17,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 WIDTH, BATCH, NUM_STEPS, STOP = 48, 4, 10, 6
 SPARSE = {"density": 0.05, "warmup_steps": 2, "ramp_steps": 2, "verbose": False}
+
+
+@contextmanager
+def no_warnings():
+    """Nothing is wrong in the block, so oktopk must not warn of anything."""
+    lines, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("oktopk").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("oktopk").removeHandler(handler)
+    assert lines == []
 
 
 @contextmanager

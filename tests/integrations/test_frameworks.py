@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from frameworks import (
     STOP,
     dataset,
     net,
+    no_warnings,
     result,
     torchrun_environment,
 )
@@ -66,7 +69,7 @@ def accelerated(folder: str, first: int, last: int, load: bool, save: bool) -> d
 
 
 def accelerate_program(group, folder: str) -> tuple[dict, dict]:
-    with torchrun_environment():
+    with torchrun_environment(), no_warnings():
         straight = accelerated(folder, 0, NUM_STEPS, load=False, save=False)
         accelerated(folder, 0, STOP, load=False, save=True)
         return straight, accelerated(folder, STOP, NUM_STEPS, load=True, save=False)
@@ -85,7 +88,7 @@ def registered(group, folder: str) -> tuple[dict, dict]:
 
     import oktopk
 
-    with torchrun_environment():
+    with torchrun_environment(), no_warnings():
         done = []
         for load in (False, True):
             accelerator = Accelerator(cpu=True)
@@ -121,7 +124,7 @@ def test_accelerate_checkpoints_a_registered_handle_of_all_ranks(worlds, tmp_pat
 # Hugging Face Trainer
 
 
-def hugging_face(folder: str, steps: int, resume, callback=None) -> tuple[dict, object]:
+def hugging_face(folder: str, resume, callback=None, adds: bool = True) -> tuple[dict, object]:
     from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
     from oktopk.integrations.huggingface import OktopkCallback
@@ -157,10 +160,12 @@ def hugging_face(folder: str, steps: int, resume, callback=None) -> tuple[dict, 
     )
     trainer = Trainer(model=Model(PretrainedConfig()), args=arguments, train_dataset=examples)
     added = OktopkCallback(trainer, **SPARSE)
-    trainer.add_callback(added)
+    if adds:
+        trainer.add_callback(added)
     if callback is not None:
         trainer.add_callback(callback())
     trainer.train(resume_from_checkpoint=resume)
+    assert trainer.callback_handler.callbacks.count(added) == 1
     return result(trainer.model, added.handle), added
 
 
@@ -171,17 +176,42 @@ def hugging_face_program(group, folder: str) -> tuple[dict, dict]:
         def on_step_end(self, args, state, control, **more):
             control.should_training_stop = state.global_step == STOP
 
-    with torchrun_environment():
-        straight, added = hugging_face(f"{folder}/straight", NUM_STEPS, None)
+    with torchrun_environment(), no_warnings():
+        straight, added = hugging_face(f"{folder}/straight", None, adds=False)
         assert added.handle.closed and added.handle.settings.warmup_steps == 2
-        hugging_face(f"{folder}/stopped", STOP, None, Stops)
-        return straight, hugging_face(f"{folder}/stopped", NUM_STEPS, True)[0]
+        hugging_face(f"{folder}/stopped", None, Stops)
+        return straight, hugging_face(f"{folder}/stopped", True)[0]
 
 
 def test_hugging_face_trainer_saves_and_resumes_all_ranks(worlds, tmp_path):
     pytest.importorskip("transformers", reason="pip install 'oktopk[integrations]'")
     assert_resumed(worlds.run(2, hugging_face_program, str(tmp_path), timeout=TIMEOUT))
     assert (tmp_path / "stopped" / f"checkpoint-{STOP}" / "oktopk-1-of-2.pt").is_file()
+
+
+def hugging_face_without_a_file(group, folder: str) -> list[str]:
+    told = []
+    with torchrun_environment() as rank:
+        hugging_face(folder, None)
+        for lost in ("oktopk-1-of-2.pt", "oktopk-0-of-2.pt"):
+            if rank == 1:
+                (Path(folder) / f"checkpoint-{STOP}" / lost).unlink()
+            torch.distributed.barrier()
+            try:
+                hugging_face(folder, f"{folder}/checkpoint-{STOP}")
+            except ValueError as error:
+                told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_hugging_face_without_the_file_of_one_rank_is_an_error_on_all(worlds, tmp_path):
+    pytest.importorskip("transformers", reason="pip install 'oktopk[integrations]'")
+    ranks = worlds.run(2, hugging_face_without_a_file, str(tmp_path), timeout=TIMEOUT)
+    for told in ranks:
+        assert len(told) == 1  # without any file the run begins anew, with a warning
+        assert told[0].startswith("FileError: ") and f"checkpoint-{STOP}" in told[0]
+        assert "their state is read on rank 0 but not readable on rank 1" in told[0]
+    assert "oktopk-1-of-2.pt: does not exist" in ranks[1][0]
 
 
 def first_tries(group, folder: str) -> list[str]:
@@ -210,15 +240,15 @@ def first_tries(group, folder: str) -> list[str]:
 
     class InCallback(TrainerCallback):
         def on_train_begin(self, args, state, control, model=None, **more):
-            tried(lambda: oktopk.attach(model))
+            tried(lambda: oktopk.attach(model, density=0.1))
             control.should_training_stop = True
 
     with torchrun_environment():
         arguments = TrainingArguments(folder, use_cpu=True, report_to=[], max_steps=1)
         examples = [{"x": torch.ones(2)}] * 8
         trainer = Trainer(Model(), arguments, train_dataset=examples, callbacks=[InCallback])
-        tried(lambda: oktopk.attach(trainer.model))
-        tried(lambda: oktopk.attach(trainer.model_wrapped))
+        tried(lambda: oktopk.attach(trainer.model, density=0.1))
+        tried(lambda: oktopk.attach(trainer.model_wrapped, optimizer=object(), density=0.1))
         trainer.callback_handler.on_train_begin(arguments, trainer.state, trainer.control)
         tried(lambda: OktopkCallback(density=0.1))
     return told
@@ -228,7 +258,8 @@ def test_what_people_try_first_with_hugging_face_names_the_line_to_write(worlds,
     pytest.importorskip("transformers", reason="pip install 'oktopk[integrations]'")
     for told in worlds.run(2, first_tries, str(tmp_path), timeout=TIMEOUT):
         assert len(told) == 4
-        assert all("trainer.add_callback(OktopkCallback(trainer))" in text for text in told)
+        line = "trainer.add_callback(OktopkCallback(trainer, density=0.1))"
+        assert all(line in text for text in told)
 
 
 # Ignite
@@ -272,7 +303,7 @@ def ignited(folder: str, last: int, load: bool) -> dict:
 
 
 def ignite_program(group, folder: str) -> tuple[dict, dict]:
-    with torchrun_environment():
+    with torchrun_environment(), no_warnings():
         straight = ignited(f"{folder}/a", NUM_STEPS, load=False)
         ignited(f"{folder}/b", STOP, load=False)
         return straight, ignited(f"{folder}/b", NUM_STEPS, load=True)
@@ -329,7 +360,7 @@ def lightning_run(folder: str, stop: int, ckpt_path: str | None) -> dict:
 def lightning_program(group, folder: str) -> tuple[dict, dict]:
     import warnings
 
-    with torchrun_environment(), warnings.catch_warnings():
+    with torchrun_environment(), no_warnings(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's, of few workers
         straight = lightning_run(f"{folder}/a", NUM_STEPS, None)
         lightning_run(f"{folder}/b", STOP, None)
@@ -368,7 +399,7 @@ def fabric_run(folder: str, first: int, last: int) -> dict:
 
 
 def fabric_program(group, folder: str) -> tuple[dict, dict]:
-    with torchrun_environment():
+    with torchrun_environment(), no_warnings():
         straight = fabric_run(folder, 0, NUM_STEPS)
         fabric_run(folder, 0, STOP)
         return straight, fabric_run(folder, STOP, NUM_STEPS)
@@ -414,8 +445,9 @@ def plain(folder: str, first: int, last: int) -> dict:
 
 
 def plain_program(group, folder: str) -> tuple[dict, dict]:
-    straight = plain(folder, 0, NUM_STEPS)
-    return straight, plain(folder, STOP, NUM_STEPS)
+    with no_warnings():
+        straight = plain(folder, 0, NUM_STEPS)
+        return straight, plain(folder, STOP, NUM_STEPS)
 
 
 def test_a_script_that_saves_on_rank_0_alone_resumes_all_ranks(worlds, tmp_path):

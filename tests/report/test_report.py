@@ -18,6 +18,7 @@ import speech
 from oktopk.cli import main
 from oktopk.report.colours import PARTS, STAGES, colour_of_stage
 from oktopk.report.command import report, sections
+from oktopk.report.curves import with_phases
 from oktopk.report.downsample import downsample
 from oktopk.report.page import (
     Figure,
@@ -27,7 +28,7 @@ from oktopk.report.page import (
 )
 from oktopk.report.phases import cost_sentences
 from oktopk.report.times import slowest_rank
-from oktopk.report.traffic import message_counts
+from oktopk.report.traffic import message_counts, traffic
 from oktopk.runlog.histogram import bin_edges, histogram
 from oktopk.runlog.reader import RunLog, read_runlog
 from oktopk.runlog.schema import Histogram, MessagesRecord, RunRecord, StepRecord
@@ -282,9 +283,8 @@ def test_dense_and_sparse_steps_are_compared(tmp_path):
     saved, pays = cost_sentences(runlog)
     assert "A sparse step took 150 ms and a dense one 200 ms (medians)" in saved
     assert saved.endswith("on this link the sparse exchange saved 50 ms, 25%.")
-    assert pays.startswith(
-        "Selecting and the like took 4.0 ms of a sparse step, which sent 900.0 k"
-    )
+    assert pays.startswith("For a sparse step a worker computed 4.0 ms more")
+    assert "and sent 900.0 kB less" in pays
     assert pays.endswith("less than about 1.8 Gbit/s.")  # 8 bits x 0.9 MB / 4 ms
     dense = [record for record in entries if record.get("phase") != "sparse"]
     assert cost_sentences(read_runlog(runlogs.write(tmp_path / "b", dense))) == []
@@ -312,6 +312,21 @@ def test_the_command_and_the_versions_are_at_the_top(tmp_path):
     text = report(folder).read_text()
     top = text[: text.index("<section")]
     assert "<pre class=wide>oktopk train --lr 1e-3</pre>" in top and "torch 2" in top
+
+
+def test_names_on_figures_have_room():
+    """A phone shows six sizes of messages, and the note on the phases is above the curves."""
+    runlog = RunLog(Path())
+    runlog.add(
+        *runlogs.records([runlogs.opening(), *(runlogs.step(i, warmup=8) for i in range(10))])
+    )
+    runlog.add(MessagesRecord(step=9, sent={"split": dict.fromkeys(range(3, 21), 1)}))
+    *_, figure = traffic(runlog, downsample(runlog.steps))
+    assert figure.title == "Message sizes"
+    named = ["8 B", "64 B", "512 B", "4 KiB", "32 KiB", "256 KiB"]
+    assert figure.layout["xaxis"]["ticktext"] == named
+    (note,) = with_phases({}, runlog)["annotations"]
+    assert (note["y"], note["yanchor"], note["xanchor"]) == (1, "bottom", "right")
 
 
 def test_expert_figures_say_what_is_normal(runs):

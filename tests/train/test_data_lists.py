@@ -49,6 +49,14 @@ def test_an4_of_every_kind_becomes_the_same_corpus(tmp_path, kind):
     np.testing.assert_array_equal(samples, tone(2.0, seed=1))
 
 
+def test_a_slow_disk_shows_progress(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("oktopk.utils.progress.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    convert(an4_like(tmp_path / "an4"), tmp_path / "out")
+    said = capsys.readouterr().out
+    assert f"recordings converted, in three passes: 1 of {3 * len(SECONDS)}" in said
+
+
 def test_manifests_are_relative_sorted_and_movable(tmp_path):
     convert(an4_like(tmp_path / "an4"), tmp_path / "out")
     (tmp_path / "out").rename(tmp_path / "moved")

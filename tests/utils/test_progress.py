@@ -51,3 +51,12 @@ def test_a_pipe_has_a_line_now_and_then(clock, capsys):
 
 def test_nothing_done_has_no_time_left(clock):
     assert TimeLeft("rows", 4).line(0) == "rows: 0 of 4"
+
+
+def test_parts_are_counted_one_by_one(clock, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    with TimeLeft("rows", 4) as left:
+        left.advance()
+        clock[0] += 10
+        left.advance()
+    assert "rows: 2 of 4, 0:10 left" in capsys.readouterr().out

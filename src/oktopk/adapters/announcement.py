@@ -35,6 +35,26 @@ def tell(driver: GradientDriver[Any], total_steps: int | None, *, verbose: bool)
         announce(describe_run(settings, driver.parameters, replicas, optimizer, shards))
 
 
+def tell_resumed(driver: GradientDriver[Any]) -> None:
+    """Announce on rank 0 where a run continues: `attach` has described one from its start."""
+    if driver.verbose and driver.rank == 0:
+        step, settings = driver.engine.step, driver.engine.settings
+        announce(f"the state of step {step:,} was loaded: {describe_phase(settings, step)}")
+
+
+def describe_phase(settings: Settings, step: int) -> str:
+    """The phase that a run continues in after so many steps, and when the next ones begin."""
+    if settings.method == "dense":
+        return "every step is dense"
+    final, full = f"{100 * settings.density:.3g} %", settings.warmup_steps + settings.falling_steps
+    if settings.is_dense(step):
+        dense = f"the dense phase continues until step {settings.warmup_steps:,}"
+        return f"{dense}; density {final} from step {full:,} on"
+    now = f"{100 * settings.density_at(step):.3g} %"
+    rest = f", {final} from step {full:,} on" if step < full else ""
+    return f"the sparse phase continues at density {now}{rest}"
+
+
 def describe_run(
     settings: Settings,
     parameters: ParameterLayout,

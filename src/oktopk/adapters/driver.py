@@ -62,6 +62,10 @@ class Driver(Generic[Parameters]):
         self.is_checked = False
         """Whether the ranks have compared their state since the start or the last load."""
 
+        self.start_is_known = False
+        """Whether a state was loaded, or the user was told that there is none. Until then the
+        first exchange warns of an optimizer that has stepped before."""
+
     @property
     def rank(self) -> int:
         """The number of this rank among all, shard by shard of replica by replica."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TypeVar
 
 from torch import Tensor
@@ -15,14 +16,20 @@ from oktopk.comm.replica_check import check_replicas
 from oktopk.engine.shards import UNSHARDED, Shards
 from oktopk.engine.step import Step
 from oktopk.optim.residual_scaling import ResidualScaling
+from oktopk.optim.steps_taken import steps_taken
 from oktopk.settings import Settings
 from oktopk.utils.announce import announce
+
+log = logging.getLogger("oktopk")
 
 Parameters = TypeVar("Parameters", bound=ParameterLayout)
 
 
 class GradientDriver(Driver[Parameters]):
     """The steps of a model whose gradients are exchanged, whoever hands them over."""
+
+    line_to_load = "handle.load(folder), or handle.load_state_dict(state)"
+    """What to write to continue from a saved state, for messages."""
 
     def __init__(
         self,
@@ -51,6 +58,7 @@ class GradientDriver(Driver[Parameters]):
         """Rescale the residual, begin a step, and compare the weights of all ranks if it is due."""
         self._rescale_residual()
         step = self.engine.begin(like)  # from here on all traffic counts for this step
+        self._warn_of_new_start()
         self._announce_phase(step)
         number = step.plan.step
         try:
@@ -62,11 +70,27 @@ class GradientDriver(Driver[Parameters]):
             raise
         return step
 
+    def _warn_of_new_start(self) -> None:
+        """Say so once if the optimizer continues and the residuals do not. Not in `attach`: a state
+        may be loaded after it."""
+        is_known, self.start_is_known = self.start_is_known, True
+        optimizer, is_dense = self.scaling.optimizer, self.engine.settings.method == "dense"
+        if is_known or optimizer is None or is_dense or self.rank != 0:
+            return
+        taken = steps_taken(optimizer)
+        if taken != 0:
+            log.warning(
+                "the optimizer has already taken %s, and no state of oktopk was loaded: residuals "
+                "start at zero, and the warm-up begins again. If this resumes a run, load its "
+                "state after attach, on every rank: %s",
+                "steps" if taken is None else f"{taken:,} step{'s' * (taken != 1)}",
+                self.line_to_load,
+            )
+
     def _announce_phase(self, step: Step) -> None:
         plan, buckets = step.plan, self.engine.buckets
         is_begin = plan.phase == "sparse" and plan.step == self.engine.settings.warmup_steps
-        is_first = self.comm.rank == 0 and self.engine.shards.rank == 0
-        if is_begin and is_first and self.verbose:
+        if is_begin and self.rank == 0 and self.verbose:
             method = self.engine.settings.method
             announce(
                 f"step {plan.step}: the sparse phase begins, {method} at density {plan.density:g}: "

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from oktopk.adapters.driver import Driver, OnStep
 from oktopk.adapters.gathered_state import GatheredState, gather_states
-from oktopk.adapters.rank_files import read_states, write_state
+from oktopk.adapters.rank_files import NoStatesError, read_states, write_state
 from oktopk.comm.communicator import Comm
 from oktopk.comm.failure_detector import FailureDetector
 from oktopk.comm.ledger import Traffic
@@ -24,6 +24,7 @@ from oktopk.engine.saved_state import Exchanged, SavedRates
 from oktopk.errors import ExchangeError, StateError
 from oktopk.settings import Settings
 from oktopk.stats import StepStats
+from oktopk.utils.files import FileError
 
 AgreeToLoad = Callable[[dict[str, Any], int], None]
 """Compares values of all ranks that load a state after a number of steps."""
@@ -152,14 +153,35 @@ class BaseHandle(ABC, Generic[AnyDriver]):
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Continue from what `save` wrote into a folder, on this or another number of ranks.
 
-        Every rank must call it. A rank reads its own file; with another world size it reads those
+        Every rank must call it, and they wait for each other: where one of them cannot read its
+        state, all of them raise. A rank reads its own file; with another world size it reads those
         of all ranks, and `load_state_dict` says who takes over which residuals.
 
         Raises:
             FileError: the folder does not have the states that are needed.
             StateError: a state is of another model, method or version.
+            ExchangeError: another rank did not call it in time.
         """
-        self.load_state_dict(read_states(Path(folder), *self._place))
+        self.load_state_dict(self._read_together(Path(folder)))
+
+    def _read_together(self, folder: Path) -> dict[str, Any] | list[dict[str, Any]]:
+        """The states of a folder that this rank needs. Collective; if a rank cannot read them, all
+        raise `FileError`. Only if no rank has found any state, it is `NoStatesError`."""
+        states, problem, outcome = None, None, "read"
+        try:
+            states = read_states(folder, *self._place)
+        except NoStatesError as error:
+            problem, outcome = error, "not there"
+        except FileError as error:
+            problem, outcome = error, "not readable"
+        try:
+            self._connection.agree_to_load({"their state": outcome}, self.step)
+        except ValueError as error:
+            reason = problem or f"{folder}: a rank cannot read its state; every rank must call save"
+            problem = FileError(f"{reason} ({error})")
+        if states is None or problem is not None:
+            raise problem or AssertionError("no state was read")
+        return states
 
     @abstractmethod
     def close(self) -> None:
@@ -244,6 +266,7 @@ class BaseHandle(ABC, Generic[AnyDriver]):
         self.driver.load_budget(metadata.budget)
         self.driver.set_layout(layout, saved.residuals if has_residual else {})
         engine.load(metadata.engine)
+        self.driver.start_is_known = True
 
     def _close_comm(self) -> None:
         self.comm.is_attached = False

@@ -10,9 +10,13 @@ from typing import Any
 
 import torch
 
-from oktopk.utils.files import file_error, read_tensors
+from oktopk.utils.files import FileError, file_error, read_tensors
 
 NAME = re.compile(r"oktopk-(\d+)-of-(\d+)\.pt")
+
+
+class NoStatesError(FileError):
+    """No rank has saved a state in a folder: a run without oktopk may have written the rest."""
 
 
 def path_of(folder: Path, rank: int, world_size: int) -> Path:
@@ -51,10 +55,12 @@ def has_states(folder: Path) -> bool:
 def read_states(folder: Path, rank: int, world_size: int) -> dict[str, Any] | list[dict[str, Any]]:
     """This rank's own state; if another number of ranks saved, the states of all of them."""
     saved = _saved(folder)
+    if not saved:
+        raise NoStatesError(f"{folder}: has no state of any rank; every rank must call save")
     own = saved.get(world_size, {}).get(rank)
     if own is not None:
         return read_tensors(own)
-    if world_size in saved or not saved:
+    if world_size in saved:
         path = path_of(folder, rank, world_size)
         raise file_error(
             path,
@@ -83,4 +89,4 @@ def _saved(folder: Path) -> dict[int, dict[int, Path]]:
 
 def _listed(saved: dict[int, dict[int, Path]]) -> str:
     names = [path.name for files in saved.values() for path in files.values()]
-    return ", ".join(names) or "no state of any rank"
+    return ", ".join(names)

@@ -35,8 +35,10 @@ AGAINST: dict[str, tuple[str, Callable[[RunLog], list[Any]]]] = {
     "bytes": ("bytes sent by all workers", cumulative_bytes),
     "steps": ("step", lambda runlog: [step.step for step in runlog.steps]),
 }
-PART_LABELS = {"exposed": "waiting for the exchange"}
-TIME_NOTE = "The exchange that overlaps with the backward pass takes no time of its own here."
+TIME_NOTE = (
+    "Exposed is the time spent waiting for the exchange. The part that overlaps with backward "
+    "takes no time of its own here."
+)
 TIMED = (
     "A method takes the same steps on every network. Each run was trained once, and a short run "
     "measured what its steps take on this network."
@@ -49,20 +51,25 @@ def curves(runlogs: list[RunLog], metric: MetricInfo, target: Target | None) -> 
     figures = []
     for against, (axis, values) in AGAINST.items():
         traces = [_metric(runlog, metric.name, values(runlog)) for runlog in runlogs]
-        layout = _layout(axis, metric.label)
+        layout, note = _layout(axis, metric.label), NOTE
         if target is not None and target.metric.name == metric.name:
             layout |= _target_line(target)
-        figures.append(Figure(f"{metric.label} against {against}", traces, NOTE, layout))
+            note = f"The dashed line is the target: {target}. {NOTE}"
+        title = f"{_capitalized(metric.label)} against {against}"
+        figures.append(Figure(title, traces, note, layout))
     return figures
 
 
+def _capitalized(label: str) -> str:
+    """`Validation loss`, for a title. The rest stays as it is: `WER`."""
+    return label[:1].upper() + label[1:]
+
+
 def _target_line(target: Target) -> dict[str, Any]:
-    """A dashed line at the target."""
-    place = {"xref": "paper", "y": target.value, "yref": "y"}
+    """A dashed line at the target. Its text would lie on the curves: it is in the note."""
     line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "yref": "y"}
     line |= {"y0": target.value, "y1": target.value, "line": {"dash": "dash", "width": 1}}
-    note = {"text": f"target: {target}", "showarrow": False, "x": 1, "xanchor": "right"}
-    return {"shapes": [line], "annotations": [place | note | {"yanchor": "bottom"}]}
+    return {"shapes": [line]}
 
 
 def where_time_went(runlogs: list[RunLog]) -> list[Figure]:
@@ -72,7 +79,7 @@ def where_time_went(runlogs: list[RunLog]) -> list[Figure]:
         {
             "type": "bar",
             "orientation": "h",
-            "name": PART_LABELS.get(part, part),
+            "name": part,
             "marker": {"color": PARTS[part]},
             "y": names,
             "x": rounded(
@@ -146,7 +153,7 @@ def write_report(path: Path, places: list[Place], metric: str, target: Target | 
     whole: list[Block] = [table(cells[0], cells[1:])]
     sections = [
         *(_timed(place, shown, metrics, target) for place in places[1:] if place.runlogs),
-        Section(shown.label, curves(begun, shown, target) if begun else []),
+        Section(_capitalized(shown.label), curves(begun, shown, target) if begun else []),
         Section("Runs", whole),
         Section("Where the time went", where_time_went(begun) if begun else []),
         Section("Training loss", losses(begun) if begun else []),
@@ -167,5 +174,7 @@ def _timed(
     """The metric against the time that the runs would have taken on a network."""
     cells = as_table(place.rows, metrics)
     figure = curves(place.runlogs, metric, target)[0]
-    figure = replace(figure, title=f"{figure.title} at {place.network}", note=f"{TIMED} {NOTE}")
+    figure = replace(
+        figure, title=f"{figure.title} at {place.network}", note=f"{TIMED} {figure.note}"
+    )
     return Section(f"Timed at {place.network}", [figure, table(cells[0], cells[1:])])

@@ -152,7 +152,7 @@ def columns(metrics: Sequence[MetricInfo]) -> list[Column]:
             _or_dash(format_bytes),
         ),
         *shown,
-        ("to dense", lambda row: row.to_dense, _format("+.3f")),
+        ("to dense", lambda row: row.to_dense, _format("+z.3f")),
         ("xi", lambda row: row.xi, _format(".3f")),
         ("sent", lambda row: row.bytes_sent, format_bytes),
         ("ratio", lambda row: row.ratio, _format(".1f")),

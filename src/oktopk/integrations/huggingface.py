@@ -10,6 +10,7 @@ from typing import Any, Unpack
 from oktopk.adapters.ddp.handle import Handle
 from oktopk.adapters.ddp.options import AttachOptions
 from oktopk.integrations.wrapped_model import Unattached, attach_wrapped, load_if_saved
+from oktopk.utils.arguments import written
 from oktopk.utils.extras import require
 
 require("oktopk.integrations.huggingface", "transformers", "accelerate")
@@ -35,6 +36,7 @@ class OktopkCallback(TrainerCallback):
 
     Args:
         trainer: the trainer that the callback is added to. Callbacks do not get the wrapped model.
+            If `add_callback` is forgotten, `trainer.train` adds it.
         options: those of `oktopk.attach`; `total_steps` is the trainer's.
     """
 
@@ -42,7 +44,7 @@ class OktopkCallback(TrainerCallback):
         if not isinstance(trainer, Trainer):
             raise TypeError(
                 "OktopkCallback needs the trainer, whose model it attaches: after Trainer(...), "
-                "write trainer.add_callback(OktopkCallback(trainer))"
+                f"write trainer.add_callback(OktopkCallback(trainer{written(options)}))"
             )
         self.handle: Handle | Unattached | None = None
         """Of the last or present `train`; None before the first."""
@@ -83,7 +85,8 @@ class OktopkCallback(TrainerCallback):
             self.handle.close()
 
     def _remembering(self, train: Any) -> Any:
-        """`train`, with a note of the checkpoint: the trainer does not tell its callbacks."""
+        """`train`, with a note of the checkpoint: the trainer does not tell its callbacks. It adds
+        this callback if nobody has, since the run would be dense without a word."""
 
         @wraps(train)
         def noted(resume_from_checkpoint: str | bool | None = None, *args: Any, **more: Any) -> Any:
@@ -91,6 +94,8 @@ class OktopkCallback(TrainerCallback):
             if folder is True:
                 folder = get_last_checkpoint(self._trainer.args.output_dir or ".")
             self._resumed_from = folder
+            if self not in self._trainer.callback_handler.callbacks:
+                self._trainer.add_callback(self)
             return train(resume_from_checkpoint, *args, **more)
 
         return noted

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 from typing import Any, Unpack, cast
 
 import torch
@@ -16,7 +15,7 @@ from oktopk.adapters.ddp.attach import attach
 from oktopk.adapters.ddp.handle import Handle
 from oktopk.adapters.ddp.options import AttachOptions
 from oktopk.adapters.gathered_state import GatheredState
-from oktopk.adapters.rank_files import has_states
+from oktopk.adapters.rank_files import NoStatesError
 from oktopk.utils.announce import announce
 
 log = logging.getLogger("oktopk")
@@ -79,10 +78,12 @@ def load_if_saved(handle: Handle | Unattached, folder: str | os.PathLike[str]) -
     """Load the states of a checkpoint; warn where it has none, since a dense run has written it."""
     if isinstance(handle, Unattached):
         return
-    if has_states(Path(folder)):
+    try:
         handle.load(folder)
-    elif handle.comm.rank == 0:
-        log.warning(
-            "%s has no state of oktopk: the run begins with residuals of zero and a new warm-up",
-            folder,
-        )
+    except NoStatesError:
+        handle.driver.start_is_known = True
+        if handle.driver.rank == 0:
+            log.warning(
+                "%s has no state of oktopk: residuals start at zero, and the warm-up begins again",
+                folder,
+            )

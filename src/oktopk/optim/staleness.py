@@ -256,6 +256,6 @@ def _refuse_others(optimizer: Any) -> None:
     known = hasattr(optimizer, "register_step_pre_hook")
     if not known or any("betas" not in group for group in optimizer.param_groups):
         raise TypeError(
-            "staleness_correction and max_beta1 are for Adam and its kin, given as "
-            f"attach(..., optimizer=...); this is {type(optimizer).__name__}"
+            "staleness_correction and max_beta1 are for Adam and optimizers with its betas, given "
+            f"as attach(..., optimizer=...); this is {type(optimizer).__name__}"
         )

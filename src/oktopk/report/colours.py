@@ -49,6 +49,15 @@ STAGES = {
 OTHERS = ("#9aa4b0", "#7a5c46", "#5b6fa8", "#c9a9d6", "#2f6f73", "#d9b44a")
 
 
+METRICS = (ORANGE, PINK, VIOLET, BROWN)
+"""Metrics of the validation: the first has its colour."""
+
+
+def colour_of_metric(number: int) -> str:
+    """The colour of the metric with this number among those that are drawn together."""
+    return METRICS[number % len(METRICS)]
+
+
 def colour_of_stage(stage: str) -> str:
     """The colour of a stage. A hash of the name chooses it for stages without one of their own."""
     return STAGES.get(stage) or OTHERS[crc32(stage.encode()) % len(OTHERS)]

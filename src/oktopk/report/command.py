@@ -154,7 +154,7 @@ def _settings(runlog: RunLog) -> list[str]:
         (["of the exchange", "value"], rest, "", "What attach set for this optimizer"),
     ]
     return [
-        folded(fold, table(head, body)) if fold else table(head, body, note)
+        folded(fold, table(head, body, left=True)) if fold else table(head, body, note, left=True)
         for head, body, note, fold in tables
         if body
     ]
@@ -183,7 +183,7 @@ def _machine(runlog: RunLog) -> list[str]:
     rows = [["begun", begun], *(["resumed", time] for time in resumed)]
     rows += [["ranks", info.size or "?"]]
     rows += [*_plain(machine), *_plain(info.versions)]
-    return [table(["", ""], [[name, str(value)] for name, value in rows])]
+    return [table(["", ""], [[name, str(value)] for name, value in rows], left=True)]
 
 
 def _origin(runlog: RunLog) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from oktopk.report.colours import THINGS, transparent
+from oktopk.report.colours import THINGS, colour_of_metric, transparent
 from oktopk.report.downsample import FEW_POINTS, Windows, downsample
 from oktopk.report.page import Figure, rounded
 from oktopk.runlog.reader import RunLog
@@ -89,9 +89,11 @@ def with_phases(layout: dict[str, Any], runlog: RunLog) -> dict[str, Any]:
     whole = len(dense) == len(changes)
     shade = {"type": "rect", "yref": "paper", "y0": 0, "y1": 1, "line": {"width": 0}}
     shapes = [shade | {"x0": a, "x1": b, "layer": "below"} for a, b in dense]
+    last = changes[-1][2] if changes else 0
     notes = [
         {"x": b, "y": 1, "yref": "paper", "text": f"sparse from step {b}", "showarrow": False}
-        | {"xanchor": "left", "yanchor": "top", "bgcolor": "rgba(0,0,0,0)"}
+        # above the plot, on the side that has more room
+        | {"xanchor": "left" if 2 * b < last else "right", "yanchor": "bottom"}
         for _, b in (dense if not whole else [])
     ]
     rest = {k: v for k, v in layout.items() if k not in ("shapes", "annotations")}
@@ -128,7 +130,11 @@ def learning(runlog: RunLog) -> list[Figure]:
         return [loss]
     traces = [
         line(metric.label, at_validation, [record.metrics.get(metric.name) for record in validated])
-        for metric in rates
+        | {
+            "line": {"color": colour_of_metric(number)},
+            "marker": {"color": colour_of_metric(number)},
+        }
+        for number, metric in enumerate(rates)
     ]
     layout = over_steps(", ".join(metric.label for metric in rates))
     layout["yaxis"] |= {"rangemode": "tozero"}

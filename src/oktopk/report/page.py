@@ -89,12 +89,17 @@ def _section(section: Section, number: int, figures: list[Figure]) -> str:
     return "\n".join([*parts, "</section>"])
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[Any]], note: str = "") -> str:
-    """An HTML table. Numbers are aligned right, and a wide table scrolls."""
+def table(
+    header: Sequence[str], rows: Iterable[Sequence[Any]], note: str = "", *, left: bool = False
+) -> str:
+    """An HTML table that scrolls if it is wide. Numbers are aligned right, unless they are beside
+    words in one column: then all is aligned `left`."""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     text = f"<p class=note>{escape(note)}</p>" if note else ""
-    return f"{text}<div class=wide><table><thead><tr>{head}</tr></thead>{body}</table></div>"
+    kind = "wide left" if left else "wide"
+    whole = f"<table><thead><tr>{head}</tr></thead>{body}</table>"
+    return f'{text}<div class="{kind}">{whole}</div>'
 
 
 def _cell(value: Any) -> str:

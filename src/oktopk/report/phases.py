@@ -19,7 +19,8 @@ SAME = 0.03
 """A smaller difference of two medians, as a share, is called none."""
 ABOUT = (
     "Medians of rank 0, without the first step of each phase, which compiles. Exposed is the time "
-    "spent waiting for the exchange; the rest of the exchange is hidden behind backward."
+    "spent waiting for the exchange; the rest of the exchange is hidden behind backward. Medians "
+    "of the parts do not add up to that of the whole step exactly."
 )
 
 
@@ -116,7 +117,7 @@ def _pays_below(_: RunLog, times: dict[str, PhaseTimes]) -> str:
     if saved <= 0 or extra <= 0:
         return ""
     return (
-        f"Selecting and the like took {1e3 * extra:.1f} ms of a sparse step, which sent "
-        f"{format_bytes(saved)} less: by that it pays where a worker sends less than about "
-        f"{format_rate(8 * saved / extra)}."
+        f"For a sparse step a worker computed {1e3 * extra:.1f} ms more (selecting entries, adding "
+        f"them up) and sent {format_bytes(saved)} less. By this estimate it pays on links that "
+        f"give a worker less than about {format_rate(8 * saved / extra)}."
     )

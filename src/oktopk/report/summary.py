@@ -162,5 +162,5 @@ def _shares(found: PhaseTimes) -> str:
     top = sorted(shares, key=lambda part: -shares[part])[:2]
     text = ", ".join(f"{part} {shares[part]:.0%}" for part in top)
     if "exposed" not in top:
-        text += f", waiting for the exchange {shares['exposed']:.0%}"
+        text += f", exposed {shares['exposed']:.0%}"
     return text

@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 from oktopk.report.colours import THINGS
-from oktopk.report.curves import LOG
 from oktopk.report.page import Block, Figure, rounded
 from oktopk.runlog.histogram import bin_edges
 from oktopk.runlog.reader import RunLog
@@ -15,7 +14,7 @@ from oktopk.runlog.schema import Histogram, ProbeRecord, TensorsRecord
 
 MAX_BARS = 60
 BY_MAGNITUDE = {
-    "xaxis": LOG | {"title": {"text": "magnitude"}},
+    "xaxis": {"type": "log", "tickformat": "~e", "title": {"text": "magnitude"}},
     "yaxis": {"title": {"text": "share of the nonzero entries"}, "tickformat": "~%"},
 }
 
@@ -27,8 +26,8 @@ NORMAL_KEPT = (
 NORMAL_TENSOR = "tensors differ: one threshold holds for the whole model, and gradients differ."
 NORMAL_NORM = "large matrices have the largest; a tensor that travels dense has none."
 NORMAL_SHARE = (
-    "it is some times 1: the residual holds the gradients of many steps, of which most cancel out. "
-    "A value of hundreds asks for a higher density or a longer ramp."
+    "it is between 1 and some tens: the residual holds the gradients of many steps, which largely "
+    "cancel out. If it is in the hundreds, try a higher density or a longer ramp."
 )
 NORMAL_AGES = "the age is highest in tensors that keep the smallest fraction."
 NORMAL_MAGNITUDES = {
@@ -58,12 +57,14 @@ def tensors(runlog: RunLog) -> list[Block]:
     all_norms, applied = last.residual_norm or {}, last.norm or {}
     norms = {name: norm for name in last.kept if (norm := all_norms.get(name))}
     if norms:
-        text = "Norm of the residual of rank 0, divided by the norm of the gradient of that step."
+        text = (
+            "Norm of the residual of rank 0, divided by that of the gradient applied in that step."
+        )
         shares = {n: norm / size for n, norm in norms.items() if (size := applied.get(n))}
         norm_text = "Norm of the residual of rank 0."
         blocks += [
             _bars("Residual norm by tensor", norms, norm_text, "rank 0", NORMAL_NORM),
-            _bars("Residual over applied, by tensor", shares, text, "rank 0", NORMAL_SHARE),
+            _bars("Residual over gradient, by tensor", shares, text, "rank 0", NORMAL_SHARE),
         ]
     ages = [probe.ages for probe in runlog.of(ProbeRecord) if probe.ages]
     if ages:

@@ -23,9 +23,12 @@ def traffic(runlog: RunLog, steps: Windows) -> list[Figure]:
     return [_cumulative(runlog, steps), _by_stage(runlog), *_messages(runlog)]
 
 
+MAX_TICKS = 6
+"""Sizes that are named on an axis: more of them overlap on a phone."""
+
 NORMAL_STAGES = (
-    "split and gather have most of the bytes, about half each; thresholds, counts and bounds are a "
-    "few percent. With other methods there are other stages."
+    "split and gather have most of the bytes; thresholds, counts and bounds are a few percent. "
+    "With other methods there are other stages."
 )
 NORMAL_MESSAGES = (
     "there are two groups: small messages with counts and sizes, and large ones with entries."
@@ -40,11 +43,7 @@ def _by_stage(runlog: RunLog) -> Figure:
     stages = sorted({stage for step in records for stage in step.stages or {}})
     traces = [
         line(stage, steps.steps, steps.mean_of(_sent(step, stage) for step in records))
-        | {"mode": "lines", "stackgroup": "stages", "line": {"shape": "hv", "width": 0.5}}
-        | {
-            "marker": {"color": colour_of_stage(stage)},
-            "fillcolor": transparent(colour_of_stage(stage), 0.75),
-        }
+        | _area(colour_of_stage(stage))
         for stage in stages
     ]
     layout = over_steps("bytes")
@@ -91,13 +90,16 @@ def _messages(runlog: RunLog) -> list[Figure]:
     if not counts:  # a single rank sends none
         return []
     bits = sorted({length for sizes in counts.values() for length in sizes})
-    names = [f"up to {_binary(2**length)}" for length in range(bits[0], bits[-1] + 1)]
+    lengths = list(range(bits[0], bits[-1] + 1))
     traces = [
-        {"type": "bar", "name": stage, "x": names, "marker": {"color": colour_of_stage(stage)}}
-        | {"y": [sizes.get(length, 0) for length in range(bits[0], bits[-1] + 1)]}
+        {"type": "bar", "name": stage, "x": lengths, "marker": {"color": colour_of_stage(stage)}}
+        | {"y": [sizes.get(length, 0) for length in lengths]}
         for stage, sizes in sorted(counts.items())
     ]
-    layout: dict[str, Any] = {"barmode": "stack", "yaxis": {"title": {"text": "messages"}}}
+    named = lengths[:: -(-len(lengths) // MAX_TICKS)]
+    axis = {"title": {"text": "size, at most"}, "tickmode": "array", "tickvals": named}
+    axis |= {"ticktext": [_binary(2**length) for length in named]}
+    layout = {"barmode": "stack", "xaxis": axis, "yaxis": {"title": {"text": "messages"}}}
     note = "Messages of rank 0 by size and stage, up to the last epoch that ended."
     return [Figure("Message sizes", traces, note, layout, NORMAL_MESSAGES)]
 

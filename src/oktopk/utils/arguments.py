@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import reprlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from numbers import Real
 from typing import Any
 
@@ -14,6 +15,27 @@ def short_repr(value: Any) -> str:
     """Return a value as text for an error message; only its type if the text would be long."""
     text = reprlib.repr(value).replace("\n", " ")
     return text if len(text) <= 60 else f"a {type(value).__name__}"
+
+
+def chosen(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword-only arguments of a call that are not the defaults of the function."""
+    return {
+        name: arguments[name]
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and arguments[name] is not parameter.default
+    }
+
+
+def written(arguments: Mapping[str, Any]) -> str:
+    """Return keyword arguments as one writes them after others: `, density=0.1, policy=...`.
+
+    What has no short form is left as dots.
+    """
+    plain = (bool, int, float, str, tuple)
+    return "".join(
+        f", {name}={value!r}" if isinstance(value, plain) else f", {name}=..."
+        for name, value in arguments.items()
+    )
 
 
 def integer(name: str, value: Any, *, least: int, most: int = 2**62) -> int:

@@ -28,9 +28,15 @@ class TimeLeft:
         wait = QUIET_SECONDS if self._on_terminal else LINE_SECONDS
         self._due = self._started + wait
         self._width = 0
+        self._done = 0
+
+    def advance(self) -> None:
+        """Show that one more of the parts is done, if it is time for a line."""
+        self(self._done + 1)
 
     def __call__(self, done: int) -> None:
         """Show that `done` of the parts are done, if it is time for a line."""
+        self._done = done
         if time.monotonic() < self._due:
             return
         if self._on_terminal:

@@ -53,7 +53,7 @@ from oktopk.optim.presets import (
 )
 from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.settings import DEFAULT_GROUP_NUMEL, GroupNumel, OnNonfinite, Scope, Settings
-from oktopk.utils.arguments import choice, flag, integer
+from oktopk.utils.arguments import choice, chosen, flag, integer
 from oktopk.wire.codec import CodecName
 
 DENSITY = 0.02
@@ -169,7 +169,7 @@ def attach(
             called with different arguments. The message says what to do.
         ExchangeError: a rank did not take part within `timeout`; the message names it.
     """
-    check_model(model)
+    check_model(model, chosen(attach, locals()))
     check_types(policy=policy, on_step=on_step, comm=comm)
     _check_ranks(model, comm)
     timeout = time_limit(timeout)

@@ -12,12 +12,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
-from oktopk.adapters.announcement import describe_optimizer
+from oktopk.adapters.announcement import describe_optimizer, tell_resumed
 from oktopk.adapters.ddp.communication_thread import CommunicationThread, ReadyBucket
 from oktopk.adapters.ddp.driver import StepDriver
 from oktopk.adapters.ddp.periodic_checkpoint import PeriodicCheckpoint
 from oktopk.adapters.handle import BaseHandle, Connection
 from oktopk.adapters.precompile import precompile
+from oktopk.adapters.rank_files import NoStatesError
 from oktopk.adapters.side_stream import reading
 from oktopk.comm.failure_detector import FailureDetector
 from oktopk.errors import ExchangeError, NonfiniteError
@@ -121,8 +122,11 @@ class Handle(BaseHandle[StepDriver]):
         resume = integer("resume", resume, least=0)
         checkpoint = PeriodicCheckpoint(Path(folder), every, keep)
         if resume:
-            checkpoint.check(resume)
-            self.load(checkpoint.folder_of(resume))
+            try:
+                self.load(checkpoint.folder_of(resume))
+            except NoStatesError:
+                checkpoint.check(resume)  # it knows which steps were saved
+                raise
         self._checkpoint = checkpoint
         self._save_after_steps()
         return self
@@ -216,6 +220,7 @@ class Handle(BaseHandle[StepDriver]):
             self.driver.scaling.load(metadata.residual_scaling)
             self._staleness.load_state_dict(saved.arrived)
             self.driver.restart(metadata.settled_layout)
+        tell_resumed(self.driver)
 
     @property
     def closed(self) -> bool:

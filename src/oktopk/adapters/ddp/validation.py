@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -14,15 +15,18 @@ from oktopk.adapters.ddp.hook import attached_to
 from oktopk.adapters.validation import check_devices, is_on_cuda
 from oktopk.engine.buckets import check_indexable
 from oktopk.settings import Settings
-from oktopk.utils.arguments import number
+from oktopk.utils.arguments import number, written
 
 
-def check_model(model: object) -> None:
-    """Raise TypeError or ValueError for a model that cannot work, naming what is in the way."""
+def check_model(model: object, chosen: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError for a model that cannot work, naming what is in the way.
+
+    `chosen` are the arguments that `attach` was called with, for the line to write instead.
+    """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"attach needs a DistributedDataParallel model, got {type(model).__name__}; "
-            + _advice_for(model)
+            + _advice_for(model, chosen)
         )
     _refuse_wrapping(model)
     _refuse_hooks(model)
@@ -33,16 +37,16 @@ def check_model(model: object) -> None:
 
 TRAINER_LINE = (
     "the Trainer of Hugging Face wraps it in train(), and gives its callbacks the bare one: after "
-    "Trainer(...), write trainer.add_callback(OktopkCallback(trainer)), from "
+    "Trainer(...), write trainer.add_callback(OktopkCallback(trainer{more})), from "
     "oktopk.integrations.huggingface import OktopkCallback; with Accelerate, pass what "
     "accelerator.prepare returned"
 )
 LIGHTNING_LINE = (
-    "Lightning wraps it in fit(): write Trainer(callbacks=[OktopkCallback()]), from "
+    "Lightning wraps it in fit(): write Trainer(callbacks=[OktopkCallback({options})]), from "
     "oktopk.integrations.lightning import OktopkCallback"
 )
 FABRIC_LINE = (
-    "Fabric keeps it inside: write attach_fabric(fabric, model, optimizer), from "
+    "Fabric keeps it inside: write attach_fabric(fabric, model, optimizer{more}), from "
     "oktopk.integrations.lightning import attach_fabric"
 )
 ADVICE = {
@@ -53,19 +57,22 @@ ADVICE = {
     "lightning.fabric": FABRIC_LINE,
     "lightning_fabric": FABRIC_LINE,
 }
-"""By the package of a class: what to write where a framework wraps the model itself."""
+"""By the package of a class: what to write where a framework wraps the model itself, with the
+options that the user has chosen."""
 
 
-def _advice_for(model: object) -> str:
+def _advice_for(model: object, chosen: Mapping[str, Any]) -> str:
     """What to write instead, by the framework that a class of the model comes from."""
+    more = written({n: v for n, v in chosen.items() if n not in ("optimizer", "scaler")})
     for kind in type(model).__mro__:
         for package, line in ADVICE.items():
             if kind.__module__ == package or kind.__module__.startswith(f"{package}."):
-                return line
+                return line.format(more=more, options=more.removeprefix(", "))
     return (
-        "write attach(DistributedDataParallel(model), ...), or oktopk.attach_fsdp(model, ...) for "
-        "what fully_shard was called with; where a framework wraps it (Hugging Face Trainer, "
-        "Accelerate, Lightning, Ray Train, Ignite), oktopk.integrations has the line"
+        f"write attach(DistributedDataParallel(model){written(chosen)}), or "
+        "oktopk.attach_fsdp(model, ...) for what fully_shard was called with; where a framework "
+        "wraps it (Hugging Face Trainer, Accelerate, Lightning, Ray Train, Ignite), "
+        "oktopk.integrations has the line"
     )
 
 

@@ -41,6 +41,8 @@ class Reduced:
 class ShardDriver(GradientDriver[ShardLayout]):
     """The steps of an FSDP model on this rank."""
 
+    line_to_load = "handle.load_checkpoint(folder)"
+
     def __init__(
         self,
         settings: Settings,

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.storage import StorageReader
 
+from oktopk.adapters.announcement import tell_resumed
 from oktopk.adapters.fsdp import state as fsdp_state
 from oktopk.adapters.fsdp.driver import ShardDriver
 from oktopk.adapters.fsdp.modules import refuse_backward
@@ -101,6 +102,7 @@ class FSDPHandle(BaseHandle[ShardDriver]):
             self.driver.scaling.load(saved.metadata.residual_scaling)
             self._staleness.load_state_dict(saved.arrived)
             self.driver.is_checked = False
+        tell_resumed(self.driver)
 
     def load_checkpoint(
         self,

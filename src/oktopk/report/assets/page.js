@@ -18,10 +18,16 @@ function legendRows(traces, width) {
   return Math.ceil(widths.length / columns);
 }
 
+// The room that the names beside a y axis take: those of horizontal bars may be long.
+function namesWidth(traces) {
+  const names = traces.flatMap((trace) => (trace.orientation === "h" ? trace.y : []));
+  return Math.max(50, ...names.map((name) => 7 * name.length));
+}
+
 // The page's own looks beside what a figure asks for.
 function layout(asked, traces, width) {
   const narrow = window.innerWidth < 600;
-  const below = (asked.xaxis?.title ? 56 : 34) + 20 * legendRows(traces, width - 80);
+  const below = (asked.xaxis?.title ? 56 : 34) + 20 * legendRows(traces, width - namesWidth(traces) - 30);
   const made = {
     colorway: palette, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: color("--ink"), size: narrow ? 11 : 12 },

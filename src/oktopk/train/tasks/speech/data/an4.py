@@ -39,6 +39,7 @@ from oktopk.utils.files import (
     read_text,
     single_line,
 )
+from oktopk.utils.progress import TimeLeft
 
 KINDS = (".raw", ".sph", ".wav", ".flac")
 PARTS = {"train": "train", "test": "val"}  # CMU's names, and those of the reference's manifests
@@ -56,23 +57,27 @@ def convert(source: Path, out: Path, prune: bool = False) -> tuple[Path, Path]:
     problems: list[str] = []
     with _opened(source) as root:
         listed = {part: _listed(root, part, problems) for part in PARTS}
-        recordings = _load([path for items in listed.values() for path, _ in items], problems)
-        problems += _shared_speakers(listed)
-        if problems:
-            raise DataError(problems)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as draft:
-            for part, items in listed.items():
-                found = [(path.stem, recordings[path], text) for path, text in items]
-                _write(Path(draft), part, found, prune)
-            _check(Path(draft), out)
-            return _publish(Path(draft), out)
+        paths = [path for items in listed.values() for path, _ in items]
+        # each is read, written and checked
+        with TimeLeft("recordings converted, in three passes", 3 * len(paths)) as progress:
+            recordings = _load(paths, problems, progress)
+            problems += _shared_speakers(listed)
+            if problems:
+                raise DataError(problems)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as draft:
+                for part, items in listed.items():
+                    found = [(path.stem, recordings[path], text) for path, text in items]
+                    _write(Path(draft), part, found, prune, progress)
+                _check(Path(draft), out, progress)
+                return _publish(Path(draft), out)
 
 
-def _check(draft: Path, out: Path) -> None:
+def _check(draft: Path, out: Path, progress: TimeLeft) -> None:
     """Check both lists as training would. Problems are reported with the final paths."""
     try:
-        check(*(read_manifest(path) for path in find_manifests(draft)))
+        train, test = map(read_manifest, find_manifests(draft))
+        check(train, test, advance=progress.advance)
     except DataError as error:
         raise DataError(text.replace(str(draft), str(out)) for text in error.problems) from error
 
@@ -169,12 +174,13 @@ def _shared_speakers(listed: dict[str, list[tuple[Path, str]]]) -> list[str]:
     return [f"speaker {name} is in the training and the test list" for name in sorted(train & test)]
 
 
-def _load(paths: list[Path], problems: list[str]) -> dict[Path, np.ndarray]:
+def _load(paths: list[Path], problems: list[str], progress: TimeLeft) -> dict[Path, np.ndarray]:
     """All recordings that can be decoded. Problems with the others are appended."""
     raw = [path for path in paths if path.suffix == ".raw" and path.stat().st_size]
     order = byte_order(raw[:: len(raw) // LOOKED_AT + 1]) if raw else ""
     recordings = {}
     for path in paths:
+        progress.advance()
         try:
             samples = read_raw(path, order) if path.suffix == ".raw" else read_audio(path)
         except DataError as error:
@@ -186,7 +192,13 @@ def _load(paths: list[Path], problems: list[str]) -> dict[Path, np.ndarray]:
     return recordings
 
 
-def _write(out: Path, part: str, items: list[tuple[str, np.ndarray, str]], prune: bool) -> Path:
+def _write(
+    out: Path,
+    part: str,
+    items: list[tuple[str, np.ndarray, str]],
+    prune: bool,
+    progress: TimeLeft,
+) -> Path:
     name = PARTS[part]
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -196,6 +208,7 @@ def _write(out: Path, part: str, items: list[tuple[str, np.ndarray, str]], prune
         write_wav(audio, samples)
         transcript.write_text(text + "\n")
         pairs.append((Utterance(audio, text, len(samples) / RATE), transcript))
+        progress.advance()
     if prune and part == "train":
         pairs = [pair for pair in pairs if not pruned(pair[0])]
     return write_manifest(out / f"an4_{name}_manifest.csv", pairs)

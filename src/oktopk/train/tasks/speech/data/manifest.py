@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from io import StringIO
 from itertools import pairwise
@@ -88,12 +88,20 @@ def write_manifest(path: str | Path, pairs: Iterable[tuple[Utterance, Path]]) ->
     return path
 
 
-def check(train: list[Utterance], test: list[Utterance]) -> None:
+def check(
+    train: list[Utterance],
+    test: list[Utterance],
+    *,
+    advance: Callable[[], None] = lambda: None,
+) -> None:
     """Raise a `DataError` with all problems that would otherwise stop training later.
 
-    Decodes every recording: about a second for AN4.
+    Decodes every recording: about a second for AN4. `advance` is called after each of them.
     """
-    problems = [problem for utterance in (*train, *test) for problem in _problems(utterance)]
+    problems = []
+    for utterance in (*train, *test):
+        problems += _problems(utterance)
+        advance()
     for name, utterances in (("training", train), ("test", test)):
         if not utterances:
             problems.append(f"the {name} list is empty")

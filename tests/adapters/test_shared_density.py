@@ -76,3 +76,14 @@ def test_bytes_do_not_grow_with_the_ranks():
 def test_a_wrong_density_is_named_before_it_is_shared(density):
     with pytest.raises(ValueError, match=str(density)):
         simulate(2, lambda comm: one_round(comm, density=density))
+
+
+def test_rank_0_says_what_will_be_exchanged(capfd):
+    simulate(2, lambda comm: one_round(comm, density=0.1))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(
+        "oktopk: local steps, world size 2, 6,000 parameters: density 10 % after"
+    )
+    assert "5 % from each rank, by topkdsa; about " in line
+    simulate(2, lambda comm: one_round(comm, density=0.1, verbose=False))
+    assert not capfd.readouterr().err

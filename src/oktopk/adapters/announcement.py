@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `attach` and `attach_fsdp` tell whoever started the run: what will happen, at what cost."""
+"""What attaching tells whoever started the run: what will happen, at what cost."""
 
 from __future__ import annotations
 
@@ -76,6 +76,26 @@ def describe_run(
         return f"{begin}: every step is dense"
     cost = _bytes(settings, parameters, replicas, shards)
     return f"{begin}: {_phases(settings)}; {cost}; {describe_optimizer(settings, optimizer)}"
+
+
+def describe_local_steps(
+    settings: Settings, parameters: ParameterLayout, size: int, every: int, density: float | str
+) -> str:
+    """One line: what is exchanged how often, and the bytes. `density` is what was asked for."""
+    numel = sum(p.numel() for p in parameters.parameters.values())
+    begin = f"local steps, world size {size}, {numel:,} parameters"
+    rounds = "after every step" if every == 1 else f"every {every} steps"
+    if settings.method == "dense" or settings.density == 1:
+        return f"{begin}: all weight changes are exchanged {rounds}"
+    kept = "auto" if isinstance(density, str) else f"{100 * density:.3g} %"
+    share = f"{100 * settings.density:.3g} % from each rank, by {settings.method}"
+    sent, dense = (x / every for x in expected_bytes(settings, parameters, size))
+    if not dense:
+        return f"{begin}: there is nothing to send"
+    return (
+        f"{begin}: density {kept} {rounds}, {share}; about {format_bytes(sent)} per rank and step "
+        f"instead of {format_bytes(dense * every)} ({100 * sent / dense / every:.2g} %)"
+    )
 
 
 def describe_optimizer(settings: Settings, optimizer: Any) -> str:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from oktopk.adapters.announcement import describe_local_steps
 from oktopk.adapters.budget import AUTO, Budget, BudgetOptions, budget_options, start_budget
 from oktopk.adapters.connect import agree_by_store, connect, describe_group, describe_parameters
 from oktopk.adapters.driver import OnStep
@@ -44,7 +45,8 @@ from oktopk.comm.torch_transport import TorchTransport
 from oktopk.errors import ExchangeError
 from oktopk.methods.base import Average
 from oktopk.settings import Settings
-from oktopk.utils.arguments import choice
+from oktopk.utils.announce import announce
+from oktopk.utils.arguments import choice, flag
 from oktopk.wire.codec import CodecName
 
 DENSITY = 0.05
@@ -73,6 +75,7 @@ def local_steps(
     on_nonfinite: Literal["skip", "raise"] = "skip",
     on_step: OnStep | None = None,
     check_every: int = 10,
+    verbose: bool = True,
     timeout: float = 300.0,
     group: dist.ProcessGroup | None = None,
     comm: Comm | None = None,
@@ -131,6 +134,7 @@ def local_steps(
             of the last exchange, and `skip` the exchange or `raise`.
         on_step: called with the `StepStats` of every finished exchange. An error in it is logged.
         check_every: exchanges between comparisons of the weights of all ranks; 0 is never.
+        verbose: rank 0 announces in one line what will be exchanged, and the bytes.
         timeout: seconds a rank waits for the others before it raises. The last third of them, at
             most 5 s, is for finding out which rank is missing.
         group: the ranks that exchange; None is the default group, or this process alone. For a
@@ -148,6 +152,7 @@ def local_steps(
         ExchangeError: a rank did not take part within `timeout`; the message names it.
     """
     check_types(policy=policy, on_step=on_step, comm=comm)
+    verbose = flag("verbose", verbose)
     choice("on_nonfinite", on_nonfinite, ("skip", "raise"))
     budget = budget_options(density, wire, exchange_share, method)
     settings = Settings(
@@ -191,6 +196,9 @@ def local_steps(
         timeout=time_limit(timeout),
     )
     handle = _start(job, settings, options, on_step, budget)
+    if verbose and handle.comm.rank == 0:
+        asked = density if method == AUTO or budget else settings.density
+        announce(describe_local_steps(settings, parameters, handle.comm.size, every, asked))
     precompile(settings, parameters.parameters.values(), steps_before=every // fragments - 1)
     return handle
 

@@ -7,13 +7,14 @@ import time
 from contextlib import nullcontext
 from math import isfinite
 
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from oktopk.errors import DivergedError
+from oktopk.errors import DivergedError, RunError
 from oktopk.runlog.schema import STEP_PARTS, StepRecord, step_record
 from oktopk.train.schedule import learning_rate
 from oktopk.train.setup import Run
-from oktopk.train.tasks.base import to_device
+from oktopk.train.tasks.base import described, to_device
 
 MAX_SKIPPED = 20
 """Steps without a finite gradient in a row after which a run ends."""
@@ -77,6 +78,11 @@ def _backward(
     with nullcontext() if synced else run.exchange.no_sync():
         with _Timer(seconds, "forward"):
             loss = run.task.loss(run.exchange.module, batch)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise RunError(
+                    f"{type(run.task).__name__}.loss must return a tensor with one value, got "
+                    f"{described(loss)}"
+                )
         with _Timer(seconds, "backward"):
             (loss / parts).backward()
     return loss.item()

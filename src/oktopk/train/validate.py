@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from oktopk.comm.communicator import Comm
 from oktopk.errors import RunError
-from oktopk.train.tasks.base import Samples, Task, to_device
+from oktopk.train.tasks.base import Samples, Task, described, to_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +48,12 @@ def validate(
 
 def _rows(task: Task, model: nn.Module, batch: object, number: int) -> Tensor:
     rows = task.evaluate(model, batch)
-    if rows.shape != (number, task.num_columns):
+    if not isinstance(rows, Tensor) or rows.shape != (number, task.num_columns):
+        names = ", ".join(metric.name for metric in task.metrics)
         raise RunError(
-            f"{type(task).__name__}.evaluate must return {task.num_columns} columns for each of "
-            f"{number} examples, got a tensor of shape {tuple(rows.shape)}"
+            f"{type(task).__name__}.evaluate must return a tensor with a row for each of {number} "
+            f"examples and {task.num_columns} columns (the metrics are {names}), got "
+            f"{described(rows)}"
         )
     return rows.to("cpu", torch.float64)
 

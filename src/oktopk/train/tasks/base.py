@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from oktopk.errors import RunError
 from oktopk.train.option import check_options, option
 
 ORDER = 0
@@ -170,6 +171,13 @@ def fingerprint(*parts: Tensor | str | bytes) -> str:
     return digest.hexdigest()
 
 
+def described(value: Any) -> str:
+    """What a task returned, for messages."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with all its tensors on a device."""
     if isinstance(batch, tuple | list):
@@ -177,4 +185,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
     if isinstance(batch, dict):
         return {key: to_device(part, device) for key, part in batch.items()}
+    if isinstance(batch, np.ndarray):
+        raise RunError(
+            "a batch of this task has a NumPy array: let train_batch and test_batch return tensors "
+            "(torch.from_numpy), or tuples, lists or dicts of them"
+        )
     return batch.to(device) if hasattr(batch, "to") else batch

@@ -128,7 +128,13 @@ def _start_local_steps(stream: Stream, settings: BenchSettings) -> Started:
     """An exchange after every step, so that every step measures one."""
     optimizer = SGD(stream.parameters(), lr=1.0)
     handle = local_steps(
-        stream, optimizer, every=1, check_every=0, density=settings.density, wire=settings.wire
+        stream,
+        optimizer,
+        every=1,
+        check_every=0,
+        density=settings.density,
+        wire=settings.wire,
+        verbose=False,
     )
     return Started(partial(_optimizer_step, stream, optimizer), handle)
 

@@ -181,7 +181,11 @@ def plot(found: list[Point], family: str, path: Path) -> None:
     axes.plot(
         [p.share for p in best], [p.loss for p in best], color="black", alpha=0.5, label="front"
     )
+    labeled = 0.0
     for point in best:
+        if point.share < 1.35 * labeled:  # its label would lie on the one before
+            continue
+        labeled = point.share
         label = point.name.replace("local_steps-", "")
         axes.annotate(label, (point.share, point.loss), (4, 4), textcoords="offset points", size=7)
     axes.set_xscale("log")

@@ -8,6 +8,8 @@ import tomllib
 
 import pytest
 
+from oktopk.runlog.reader import read_runlog
+from oktopk.runlog.run_directory import CONFIG_FILE
 from oktopk.settings import Settings
 from oktopk.train.config import (
     SHIPPED,
@@ -159,3 +161,10 @@ def test_a_density_that_the_run_chooses_is_passed_on():
     chosen = exchange_options(make_config(density="auto", wire="auto"))
     assert (chosen["density"], chosen["wire"]) == ("auto", None)
     assert exchange_options(make_config(density="auto"))["wire"] == "bf16"
+
+
+def test_reports_read_a_run_with_a_density_that_it_chooses(tmp_path):
+    (tmp_path / CONFIG_FILE).write_text('method = "local_steps"\ndensity = "auto"\n')
+    runlog = read_runlog(tmp_path)
+    assert runlog.config["density"] == "auto"
+    assert not any(CONFIG_FILE in problem for problem in runlog.problems)

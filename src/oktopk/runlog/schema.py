@@ -8,7 +8,7 @@ this module does not know is ignored. A number is None where it was NaN, which J
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 from msgspec import Meta
@@ -346,6 +346,6 @@ class KnownConfig(TypedDict, total=False):
     """The settings in `config.toml` that reports look at; the others are shown as they are."""
 
     method: Text
-    density: Annotated[float, Meta(ge=0, le=1e100)]
+    density: Annotated[float, Meta(ge=0, le=1e100)] | Literal["auto"]
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
     warmup_steps: Count

@@ -132,7 +132,7 @@ class Config:
     )
     density: float | Literal["auto"] = option(
         0.02,
-        "fraction of the gradient that is kept, or auto: what the network allows",
+        "fraction that is kept (with local_steps: by all workers together), or auto: as measured",
         or_auto=True,
     )
     wire: str = option(

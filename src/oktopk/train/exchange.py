@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -164,8 +164,17 @@ class LocalStepsExchange(Exchange):
 
     shares_optimizer = False
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, handle: LocalSteps) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        handle: LocalSteps,
+        density: float | Literal["auto"],
+    ) -> None:
         self.module, self.optimizer, self._outer = model, optimizer, handle
+        self._density = density
+        """What all ranks together deliver, as the config has it."""
+
         self._numel = sum(p.numel() for p in model.parameters())
         self._rounds = self._step = 0
         self._last: StepStats | None = None
@@ -205,7 +214,8 @@ class LocalStepsExchange(Exchange):
     def settings(self) -> State:
         options = self._outer.driver.options
         own = {name: getattr(options, name) for name in ("every", "delay", "fragments")}
-        return asdict(self._outer.settings) | own | {"method": LOCAL_STEPS}
+        own |= {"method": LOCAL_STEPS, "density": self._density}
+        return asdict(self._outer.settings) | own
 
     @property
     def residuals(self) -> dict[str, Tensor]:
@@ -297,7 +307,7 @@ def make_exchange(
             bounds_every=config.bounds_every,
             timeout=config.timeout,
         )
-        return LocalStepsExchange(model, optimizer, outer)
+        return LocalStepsExchange(model, optimizer, outer, config.density)
     ddp = DistributedDataParallel(model, **arguments)
     handle = oktopk.attach(
         ddp, optimizer=optimizer, total_steps=total_steps, **exchange_options(config)

@@ -27,6 +27,7 @@ from oktopk.adapters.driver import Driver, OnStep
 from oktopk.adapters.local_steps.background import Job
 from oktopk.adapters.local_steps.outer_step import OuterOptions, landed, outer_step_
 from oktopk.adapters.parameters import ParameterLayout
+from oktopk.adapters.side_stream import share
 from oktopk.comm.communicator import Comm
 from oktopk.comm.replica_check import check_replicas
 from oktopk.settings import Settings
@@ -129,6 +130,8 @@ class RoundDriver(Driver[ParameterLayout]):
         """End the round, and exchange the weight changes in the background."""
         change, counts = self._weight_change(), self.counts
         weights = {name: p.detach().clone() for name, p in self.parameters.parameters.items()}
+        if self.engine.residual is not None:  # of a state, or of an exchange on this thread
+            share(self.engine.residual)
         job = submit(partial(self._run, change, self.local_steps), change)
         self.in_flight = InFlight(weights, counts, job)
         self.local_steps = 0

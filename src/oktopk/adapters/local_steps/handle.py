@@ -224,6 +224,7 @@ class LocalSteps(BaseHandle[RoundDriver]):
         finally:
             if stats.skipped:
                 self._roll_back_others(driver)
+                self._last = driver  # others may have landed: `stats` tells of the skip
         return numbered
 
     def _roll_back_others(self, driver: RoundDriver) -> None:

@@ -89,12 +89,13 @@ def describe_local_steps(
         return f"{begin}: all weight changes are exchanged {rounds}"
     kept = "auto" if isinstance(density, str) else f"{100 * density:.3g} %"
     share = f"{100 * settings.density:.3g} % from each rank, by {settings.method}"
-    sent, dense = (x / every for x in expected_bytes(settings, parameters, size))
+    exchange, dense = expected_bytes(settings, parameters, size)
     if not dense:
         return f"{begin}: there is nothing to send"
+    sent = exchange / every
     return (
         f"{begin}: density {kept} {rounds}, {share}; about {format_bytes(sent)} per rank and step "
-        f"instead of {format_bytes(dense * every)} ({100 * sent / dense / every:.2g} %)"
+        f"instead of {format_bytes(dense)} ({100 * sent / dense:.2g} %)"
     )
 
 

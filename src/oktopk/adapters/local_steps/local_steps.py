@@ -182,9 +182,6 @@ def local_steps(
             f"delay={delay} does not work with DistributedDataParallel on CUDA: NCCL operations of "
             "DDP and of the exchange would run side by side, in no order; use delay=0"
         )
-    if method == AUTO:
-        size = shared_density.num_ranks(_process_group(group, comm), comm)
-        settings = shared_density.shared(settings, size)
     parameters = parameters_of(inner, policy or Policy(), settings)
     job = _Job(
         model=inner,
@@ -194,11 +191,12 @@ def local_steps(
         group=_process_group(group, comm),
         comm=comm,
         timeout=time_limit(timeout),
+        shares_density=method == AUTO,
     )
     handle = _start(job, settings, options, on_step, budget)
     if verbose and handle.comm.rank == 0:
-        asked = density if method == AUTO or budget else settings.density
-        announce(describe_local_steps(settings, parameters, handle.comm.size, every, asked))
+        size = handle.comm.size
+        announce(describe_local_steps(handle.settings, parameters, size, every, density))
     precompile(settings, parameters.parameters.values(), steps_before=every // fragments - 1)
     return handle
 
@@ -218,6 +216,8 @@ class _Job:
 
     comm: Comm | None
     timeout: float
+    shares_density: bool
+    """Whether the ranks share the density, instead of selecting as much each."""
 
     def agree(self, values: dict[str, Any], call: str, prefix: str) -> str:
         """Compare values with the other ranks. Without a store, only the first exchange does."""
@@ -252,6 +252,8 @@ def _start(
 
     with ExitStack() as undo:  # nothing is left behind where one of these fails
         comm, failure_detector = job.connect(undo)
+        if job.shares_density:
+            settings = shared_density.shared(settings, comm.size)
         try:
             broadcast_([*job.model.parameters(), *job.model.buffers()], comm, stage="start")
             budgets = _start_budgets(job, settings, auto, comm)

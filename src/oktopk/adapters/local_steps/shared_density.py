@@ -12,12 +12,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch.distributed as dist
-
-from oktopk.comm.communicator import Comm
+from oktopk.adapters.budget import AUTO
 from oktopk.settings import Settings
 
-AUTO = "auto"
 METHOD = "topkdsa"
 """Delivers all that any rank has selected, by the owners of regions."""
 
@@ -35,10 +32,3 @@ def shared(settings: Settings, size: int) -> Settings:
     if settings.density == 1:
         return settings
     return replace(settings, density=settings.density / size)
-
-
-def num_ranks(group: dist.ProcessGroup | None, comm: Comm | None) -> int:
-    """How many ranks exchange."""
-    if comm is not None:
-        return comm.size
-    return 1 if group is None else dist.get_world_size(group)

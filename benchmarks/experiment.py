@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from oktopk.train.config import load
 from oktopk.train.schedule import learning_rate
@@ -28,7 +28,9 @@ class Experiment:
         config = load(task=task)
         self.steps = steps or config.max_steps or 500
         self.config = replace(config, seed=seed, lr_steps=self.steps, **changed)
-        self.task = task_type(task)(self.config.options, seed)
+        kind = task_type(task)
+        kind.prepare(self.config.options)
+        self.task = kind(self.config.options, seed)
         torch.manual_seed(seed)
         self.model = self.task.build_model()
         self.optimizer = make_optimizer(self.config, self.task, self.model)
@@ -51,6 +53,22 @@ class Experiment:
         """The gradients of one batch."""
         self.optimizer.zero_grad()
         self.task.loss(self.model, batch).backward()
+
+    def gradients(self, batches: list[Any]) -> Tensor:
+        """The flat gradient of every batch, a row each."""
+        rows = []
+        for batch in batches:
+            self.backward(batch)
+            grads = [p.grad for p in self.parameters]
+            rows.append(torch.cat([grad.flatten() for grad in grads if grad is not None]))
+        return torch.stack(rows)
+
+    def apply_(self, flat: Tensor) -> None:
+        """One step of the optimizer with a flat gradient."""
+        parts = flat.split([p.numel() for p in self.parameters])
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter).clone()
+        self.optimizer.step()
 
     @property
     def parameters(self) -> list[nn.Parameter]:

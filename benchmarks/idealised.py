@@ -70,7 +70,7 @@ class Run:
         self.densities += [args.density] * self.steps
 
     def step(self, step: int, batches: list[Any]) -> None:
-        acc = self._gradients(batches)
+        acc = self.experiment.gradients(batches)
         rate = self.optimizer.param_groups[0]["lr"]
         if "rate" in self.has and self.rate:
             self.owed *= self.rate / rate
@@ -95,14 +95,6 @@ class Run:
         self._apply(total / RANKS + self.predicted, sparse_step)
         if "predict" in self.has and sparse_step >= 0:
             self.predicted = 0.98 * self.predicted + 0.01 * total / RANKS
-
-    def _gradients(self, batches: list[Any]) -> Tensor:
-        rows = []
-        for batch in batches:
-            self.experiment.backward(batch)
-            grads = [p.grad for p in self.parameters]
-            rows.append(torch.cat([grad.flatten() for grad in grads if grad is not None]))
-        return torch.stack(rows)
 
     def _exchange(self, acc: Tensor, density: float, step: int) -> Tensor:
         """The sum that is delivered; `owed` becomes what is not."""
@@ -162,9 +154,7 @@ class Run:
         if "frozen" in self.has and sparse_step >= 0:
             self._apply_frozen(mean, group)
             return
-        for parameter, part in zip(self.parameters, self._split(mean), strict=True):
-            parameter.grad = part.view_as(parameter).clone()
-        self.optimizer.step()
+        self.experiment.apply_(mean)
         if self.due is not None:
             self._set_moments(self._moments().index_copy(0, *self.due))
             self.due = None

@@ -58,6 +58,10 @@ LOCAL_STEPS = {
 }
 """Codecs by density by `every`."""
 
+LOW_BITS = ("int8", "int4", "int2")
+ATTACH_CODECS = {0.1: ("int4",), 0.05: ("int4",), 0.02: LOW_BITS, 0.01: LOW_BITS}
+"""Codecs by density of sparse gradients, beside the default of 16 bits for a value."""
+
 
 def points() -> Iterator[dict[str, Any]]:
     """The settings of every point of the front."""
@@ -77,8 +81,9 @@ def points() -> Iterator[dict[str, Any]]:
         yield {"method": "sparseloco", "every": every, "density": density}
     for density in (0.1, 0.05, 0.02, 0.01):
         yield {"method": "oktopk", "density": density}
-    for density in (0.1, 0.05):
-        yield {"method": "oktopk", "density": density, "wire": "int4"}
+    for density, codecs in ATTACH_CODECS.items():
+        for wire in codecs:
+            yield {"method": "oktopk", "density": density, "wire": wire}
     for method in ("ddp_powersgd_r4", "ddp_powersgd_r2", "ddp_powersgd_r1", "ddp_fp16"):
         yield {"method": method}
 

@@ -72,7 +72,7 @@ def test_a_reference_that_did_not_arrive_is_said(tmp_path):
     said = verdict_of(tmp_path, ("ddp_dense", 0.9, 30.0), ("oktopk", 0.2, 5.0))
     assert said == (
         "oktopk-0.02 reached WER <= 0.5 first, after 0:05 of training and 440 B; ddp_dense did not "
-        "reach it in 0:01 and 520 B."
+        "reach it in 0.8 s and 520 B."
     )
 
 
@@ -97,5 +97,5 @@ def test_progress_says_how_far_a_run_is_and_how_long_it_may_take():
     assert progress.line() == "1/2 a: starting"
     assert progress(runlogs.records(runlogs.whole_run(wer=0.5)[:7])) is False
     assert progress.line() == (
-        "1/2 a: step 4 of 8, WER 1.000, 0:00 of training, at most 0:00 left, 1 more to train"
+        "1/2 a: step 4 of 8, WER 1.000, 0.4 s of training, at most 0.2 s left, 1 more to train"
     )

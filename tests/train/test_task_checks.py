@@ -14,7 +14,7 @@ from oktopk.errors import RunError
 from oktopk.train.step import _backward
 from oktopk.train.tasks import Metric
 from oktopk.train.tasks.base import to_device
-from oktopk.train.validate import _rows
+from oktopk.train.validate import check_evaluate
 
 CPU = torch.device("cpu")
 
@@ -23,12 +23,15 @@ class Wrong:
     """A task whose methods return what it was made with."""
 
     metrics = (Metric("accuracy"), Metric("val_loss"))
-    num_columns = 2
+    num_columns, num_test = 2, 5
 
     def __init__(self, returned) -> None:
         self.returned = returned
 
     def train_batch(self, indices, epoch):
+        return torch.zeros(len(indices))
+
+    def test_batch(self, indices):
         return torch.zeros(len(indices))
 
     def loss(self, model, batch):
@@ -47,14 +50,20 @@ def test_an_array_in_a_batch_is_named():
     ("returned", "named"),
     [
         ({"accuracy": 1.0}, "got a dict"),
-        (torch.zeros(4, 1), r"got a tensor of shape \(4, 1\)"),
-        (torch.zeros(2, 2), r"got a tensor of shape \(2, 2\)"),
+        (torch.zeros(2, 1), r"got a tensor of shape \(2, 1\)"),
+        (torch.zeros(2), r"got a tensor of shape \(2,\)"),
     ],
 )
-def test_what_evaluate_must_return_is_said(returned, named):
-    text = rf"Wrong.evaluate .* 4 examples and 2 columns .*accuracy, val_loss\), {named}"
+def test_what_evaluate_must_return_is_said_before_training(returned, named):
+    text = rf"Wrong.evaluate .* 2 examples and 2 columns .*accuracy, val_loss\), {named}"
     with pytest.raises(RunError, match=text):
-        _rows(Wrong(returned), torch.nn.Identity(), torch.zeros(4), 4)
+        check_evaluate(Wrong(returned), torch.nn.Identity(), CPU)
+
+
+def test_a_check_of_evaluate_leaves_the_model_in_training_mode():
+    model = torch.nn.Identity()
+    check_evaluate(Wrong(torch.zeros(2, 2)), model, CPU)
+    assert model.training
 
 
 @pytest.mark.parametrize(("returned", "named"), [(torch.zeros(3), "shape"), (0.5, "a float")])

@@ -35,12 +35,12 @@ def print_line(text: str) -> None:
 
 
 class ProgressBar:
-    """Progress over all steps of a run."""
+    """Progress over all steps of a run. `totals` are those of the run, which counts its steps."""
 
-    def __init__(self, total: int, done: int, every: int) -> None:
+    def __init__(self, total: int, done: int, every: int, totals: RunTotals) -> None:
         self._total, self._first, self._every = total, done, every
         self._started = time.monotonic()
-        self._totals = RunTotals()
+        self._totals = totals
         self._progress = None
         if sys.stdout.isatty():
             # imported here: other commands use this module without rich
@@ -55,7 +55,6 @@ class ProgressBar:
 
     def step(self, record: StepRecord) -> None:
         """Show one finished step. The loss is that of this rank."""
-        self._totals.add(record)
         done = record.step + 1
         if self._progress is not None:
             self._progress.update(self._task, completed=done, description=self._text(record))

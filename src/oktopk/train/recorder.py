@@ -93,7 +93,9 @@ class Recorder:
         self._sinks = Sinks(
             runlog,
             tensorboard,
-            ProgressBar(self._run.total_steps, done, self._run.config.log_every),
+            ProgressBar(
+                self._run.total_steps, done, self._run.config.log_every, self._run.totals
+            ),
         )
 
     @property

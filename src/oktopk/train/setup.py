@@ -26,7 +26,7 @@ from oktopk.train.probe import Probe
 from oktopk.train.target import Target, parse_target
 from oktopk.train.tasks.base import Task
 from oktopk.train.tasks.registry import task_type
-from oktopk.train.validate import Validation
+from oktopk.train.validate import Validation, check_evaluate
 
 log = logging.getLogger("oktopk")
 
@@ -167,6 +167,9 @@ def set_up(config: Config, comm: Comm, device: torch.device, env: RankEnvironmen
     log_unused_options(config)
     optimizer = make_optimizer(config, task, model)
     exchange = make_exchange(config, model, optimizer, comm.size, total if comm.rank == 0 else None)
+    all_or_raise(
+        comm, device, "evaluating two examples", lambda: check_evaluate(task, model, device)
+    )
     torch.manual_seed((config.seed + RANK_SEEDS * (comm.rank + 1)) % 2**63)  # other dropout masks
     return Run(
         config=config,

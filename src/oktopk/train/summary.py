@@ -8,6 +8,7 @@ from pathlib import Path
 from oktopk.runlog.aggregates import RunTotals
 from oktopk.runlog.schema import PhaseTotals
 from oktopk.train.config import Config
+from oktopk.train.target import Target, parse_target
 from oktopk.train.tasks.registry import task_type
 from oktopk.train.validate import Validation
 from oktopk.utils.units import format_bytes, format_duration
@@ -29,6 +30,8 @@ def summary(
         task = task_type(config.task)
         shown = (f"{m.label} {result.metrics[m.name]:.3f}" for m in task.metrics if m.shown)
         lines.append(f"{', '.join(shown)} on {result.examples} {task.unit}")
+        if config.until:
+            lines.append(_target_line(parse_target(config.until, task.metrics), result, totals))
     lines.append(f"{'':12} {'steps':>6} {'ms/step':>8} {'sent':>10} {'as dense':>10} {'ratio':>7}")
     phases = {phase: sums for phase, sums in totals.items() if sums.steps}
     if len(phases) > 1:
@@ -41,6 +44,13 @@ def summary(
     lines.append(f"run folder: {directory} (metrics, TensorBoard events, checkpoints, config)")
     lines.append(f"to look at it: {directory / 'report.html'}")
     return "\n".join(lines)
+
+
+def _target_line(target: Target, result: Validation, totals: RunTotals) -> str:
+    reached = "reached" if target.is_reached(result.metrics) else "not reached"
+    whole = totals.whole
+    took = format_duration(whole.microseconds / 1e6)
+    return f"{target} was {reached} after {whole.steps} steps, {took} of training"
 
 
 def _row(name: str, sums: PhaseTotals) -> str:

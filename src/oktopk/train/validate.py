@@ -46,6 +46,16 @@ def validate(
     return Validation(metrics=task.summarize(rows), examples=len(rows), samples=shown)
 
 
+def check_evaluate(task: Task, model: nn.Module, device: torch.device) -> None:
+    """Evaluate two test examples: a wrong `evaluate` must not first show after hours of training."""
+    indices = list(range(min(2, task.num_test)))
+    was_training = model.training
+    model.eval()
+    with torch.inference_mode():
+        _rows(task, model, to_device(task.test_batch(indices), device), len(indices))
+    model.train(was_training)
+
+
 def _rows(task: Task, model: nn.Module, batch: object, number: int) -> Tensor:
     rows = task.evaluate(model, batch)
     if not isinstance(rows, Tensor) or rows.shape != (number, task.num_columns):

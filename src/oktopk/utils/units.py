@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as `12:34`, or `1:23:45`."""
+    """Return a duration as `12:34`, or `1:23:45`; below a second as `0.4 s`."""
+    if 0 < seconds < 1:
+        return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run says while it trains and when it has finished."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from oktopk.runlog.aggregates import RunTotals
+from oktopk.runlog.schema import StepRecord
+from oktopk.train.config import Config
+from oktopk.train.console import ProgressBar
+from oktopk.train.summary import summary
+from oktopk.train.validate import Validation
+from oktopk.utils.units import format_duration
+
+
+def step(number: int, sent: int) -> StepRecord:
+    sizes = {"bytes_sent": sent, "bytes_dense": 100, "numel": 50, "result": 1.0}
+    return StepRecord(step=number, phase="sparse", loss=2.0, whole=0.5, **sizes)
+
+
+def test_a_resumed_run_counts_the_bytes_of_all_its_steps(capsys):
+    totals = RunTotals()
+    for number in range(3):
+        totals.add(step(number, sent=100))
+    resumed = ProgressBar(total=4, done=3, every=1, totals=totals)
+    last = step(3, sent=20)
+    totals.add(last)
+    resumed.step(last)
+    assert "bytes saved 20%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("wer", "said"), [(0.2, "was reached"), (0.4, "was not reached")])
+def test_the_last_lines_say_whether_the_target_was_reached(wer, said):
+    totals = RunTotals()
+    for number in range(4):
+        totals.add(step(number, sent=10))
+    metrics = {"wer": wer, "cer": 0.1, "val_loss": 1.0}
+    result = Validation(metrics=metrics, examples=10, samples=[])
+    config = Config(name="a", until="wer<0.3")
+    lines = summary(config, result, totals, 9.0, Path("runs/a"), workers=2)
+    assert f"WER <= 0.3 {said} after 4 steps, 0:02 of training" in lines
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (0.42, "0.4 s"), (0.99, "1.0 s"), (1, "0:01"), (75, "1:15"), (3723, "1:02:03")],
+)
+def test_a_duration_is_never_shown_as_nothing(seconds, text):
+    assert format_duration(seconds) == text

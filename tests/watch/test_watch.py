@@ -172,9 +172,9 @@ def test_in_a_pipe_there_is_a_line_when_something_is_new(tmp_path, capsys, monke
     assert command(args(tmp_path / "run")) == 0
     assert growing == [
         "waiting for the run to begin\n",
-        "running, step 3 of 8, sparse phase, loss 3.500, about 0:01 left\n",
+        "running, step 3 of 8, sparse phase, loss 3.500, about 0.5 s left\n",
         "",  # nothing was new
-        "running, step 4 of 8, sparse phase, loss 3.250, WER 1.000, about 0:00 left\n",
+        "running, step 4 of 8, sparse phase, loss 3.250, WER 1.000, about 0.4 s left\n",
     ]
     assert "finished" in capsys.readouterr().out
 

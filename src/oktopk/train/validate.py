@@ -47,7 +47,7 @@ def validate(
 
 
 def check_evaluate(task: Task, model: nn.Module, device: torch.device) -> None:
-    """Evaluate two test examples: a wrong `evaluate` must not first show after hours of training."""
+    """Evaluate two test examples, so that a wrong `evaluate` shows before training."""
     indices = list(range(min(2, task.num_test)))
     was_training = model.training
     model.eval()

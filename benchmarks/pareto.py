@@ -112,19 +112,35 @@ class Point:
     """The runs of one setting, over seeds. Bytes are the mean of what a rank sent."""
 
     name: str
-    losses: tuple[float, ...]
+    losses: dict[int, float]
+    """By seed."""
+
     bytes_sent: float
     share: float
     """Of the bytes of dense fp32 gradients at every step."""
 
     @property
     def loss(self) -> float:
-        return statistics.mean(self.losses)
+        return statistics.mean(self.losses.values())
+
+    @property
+    def spread(self) -> str:
+        """The lowest and the highest loss of several seeds."""
+        found = self.losses.values()
+        return f"{min(found):.3f} to {max(found):.3f}" if len(found) > 1 else "-"
+
+    def behind(self, dense: Point) -> str:
+        """How much higher the loss is than that of dense training with the same seeds."""
+        both = self.losses.keys() & dense.losses.keys()
+        if not both:
+            return "-"
+        theirs = sum(dense.losses[seed] for seed in both)
+        return f"{sum(self.losses[seed] for seed in both) / theirs - 1:+.1%}"
 
 
 def read_points(runs: Path) -> list[Point]:
     """Every setting with a finished run, in order of its bytes."""
-    found: dict[str, list[tuple[float, float, float]]] = {}
+    found: dict[str, dict[int, tuple[float, float, float]]] = {}
     for folder in sorted(path for path in runs.iterdir() if path.is_dir()):
         runlog = read_runlog(folder)
         if runlog.finished:
@@ -133,13 +149,14 @@ def read_points(runs: Path) -> list[Point]:
             assert loss is not None, folder
             workers = runlog.config["workers"]
             row = loss, totals.bytes_sent / workers, totals.bytes_dense / workers
-            found.setdefault(folder.name.rpartition("-s")[0], []).append(row)
+            name, _, seed = folder.name.rpartition("-s")
+            found.setdefault(name, {})[int(seed)] = row
     made = [
         Point(
             name,
-            tuple(loss for loss, _, _ in rows),
-            statistics.mean(sent for _, sent, _ in rows),
-            sum(sent for _, sent, _ in rows) / sum(dense for _, _, dense in rows),
+            {seed: loss for seed, (loss, _, _) in rows.items()},
+            statistics.mean(sent for _, sent, _ in rows.values()),
+            sum(sent for _, sent, _ in rows.values()) / sum(row[2] for row in rows.values()),
         )
         for name, rows in found.items()
     ]
@@ -159,14 +176,16 @@ def front(found: list[Point]) -> list[str]:
 def as_table(found: list[Point]) -> list[list[str]]:
     """Headings and cells; points of the front in bold."""
     best = front(found)
-    dense = next((point.loss for point in found if point.name == REFERENCE), None)
-    rows = [["exchange", "sent by a rank", "of dense", "held-out loss", "to dense", "seeds"]]
+    dense = next((point for point in found if point.name == REFERENCE), None)
+    heading = ["exchange", "sent by a rank", "of dense", "held-out loss", "to dense"]
+    rows = [[*heading, "seeds", "from, to"]]
     for point in found:
         name = f"**{point.name}**" if point.name in best else point.name
-        behind = "-" if dense is None else f"{point.loss / dense - 1:+.1%}"
+        behind = "-" if dense is None else point.behind(dense)
         sent = format_bytes(round(point.bytes_sent))
         loss = f"{point.loss:.4f}"
-        rows.append([name, sent, f"{point.share:.2%}", loss, behind, str(len(point.losses))])
+        seeds = str(len(point.losses))
+        rows.append([name, sent, f"{point.share:.2%}", loss, behind, seeds, point.spread])
     return rows
 
 

@@ -165,6 +165,28 @@ def test_a_resumed_run_says_where_it_continues(worlds, steps, phase):
     assert (other, logged, others) == ("", [], [])
 
 
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_loaded_local_steps_say_where_they_continue(fragments):
+    how = {"every": 4, "fragments": fragments}
+    states = []
+    for steps in (5, 0):
+        model = Net()
+        optimizer = SGD(model.parameters(), 0.01)
+        with redirect_stderr(io.StringIO()) as stderr:
+            outer = oktopk.local_steps(model, optimizer, **how)
+            for state in states:
+                outer.load_state_dict(state)
+        for _ in range(steps):
+            optimizer.step()
+        states.append(outer.state_dict())
+        outer.close()
+    said = {
+        1: "the state after 1 exchange was loaded: the next one is in 3 optimizer steps",
+        2: "the state after 2 exchanges was loaded: the next one is in 1 optimizer step",
+    }
+    assert stderr.getvalue().splitlines()[-1] == f"oktopk: {said[fragments]}"
+
+
 @pytest.mark.parametrize(("kind", "taken"), [("forgotten", "3 steps"), ("sgd", "steps")])
 def test_an_optimizer_that_continues_without_a_state_is_a_warning(worlds, kind, taken):
     (_, logged), (_, others) = worlds.run(2, resumed, kind, 3)

@@ -55,6 +55,14 @@ def describe_phase(settings: Settings, step: int) -> str:
     return f"the sparse phase continues at density {now}{rest}"
 
 
+def describe_loaded(exchanges: int, left: int) -> str:
+    """Where a run of local steps continues, `left` optimizer steps before its next exchange."""
+    return (
+        f"the state after {exchanges:,} exchange{'s' * (exchanges != 1)} was loaded: the next one "
+        f"is in {left} optimizer step{'s' * (left != 1)}"
+    )
+
+
 def describe_run(
     settings: Settings,
     parameters: ParameterLayout,

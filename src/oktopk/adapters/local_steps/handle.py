@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
+from oktopk.adapters.announcement import describe_loaded
 from oktopk.adapters.driver import OnStep
 from oktopk.adapters.handle import BaseHandle, Connection
 from oktopk.adapters.local_steps import state as local_state
@@ -22,6 +23,7 @@ from oktopk.comm.failure_detector import FailureDetector
 from oktopk.engine.saved_state import Exchanged
 from oktopk.errors import ExchangeError, NonfiniteError
 from oktopk.stats import StepStats
+from oktopk.utils.announce import announce
 
 T = TypeVar("T")
 CLOSED = "the handle of local_steps was closed: call local_steps again"
@@ -37,9 +39,15 @@ class LocalSteps(BaseHandle[RoundDriver]):
     exchanged: Exchanged = "weight changes"
 
     def __init__(
-        self, drivers: Sequence[RoundDriver], connection: Connection, optimizer: Optimizer
+        self,
+        drivers: Sequence[RoundDriver],
+        connection: Connection,
+        optimizer: Optimizer,
+        *,
+        verbose: bool,
     ) -> None:
         super().__init__(drivers[0], connection)
+        self._announces = verbose and self.comm.rank == 0
         self.fragments = [Fragment(driver, connection) for driver in drivers]
         self.failure: BaseException | None = None
         """The error that ended the exchange for good; None while it is well."""
@@ -147,6 +155,9 @@ class LocalSteps(BaseHandle[RoundDriver]):
         assert isinstance(saved, local_state.SavedFragments)
         for fragment, each in zip(self.fragments, saved.fragments, strict=True):
             fragment.load_saved(each)
+        if self._announces:
+            left = min(driver.options.every - driver.local_steps for driver in self.drivers)
+            announce(describe_loaded(self.step, left))
 
     def _parse(self, state: dict[str, Any] | list[dict[str, Any]]) -> local_state.SavedFragments:
         parts = local_state.by_fragment(state, len(self.fragments), self.comm.rank)

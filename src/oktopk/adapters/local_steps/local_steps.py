@@ -192,6 +192,7 @@ def local_steps(
         comm=comm,
         timeout=time_limit(timeout),
         shares_density=method == AUTO,
+        verbose=verbose,
     )
     handle = _start(job, settings, options, on_step, budget)
     if verbose and handle.comm.rank == 0:
@@ -218,6 +219,8 @@ class _Job:
     timeout: float
     shares_density: bool
     """Whether the ranks share the density, instead of selecting as much each."""
+
+    verbose: bool
 
     def agree(self, values: dict[str, Any], call: str, prefix: str) -> str:
         """Compare values with the other ranks. Without a store, only the first exchange does."""
@@ -270,7 +273,7 @@ def _start(
             agree_to_load=agree_to_load,
             owns_comm=job.comm is None,
         )
-        handle = LocalSteps(drivers, connection, job.optimizer)
+        handle = LocalSteps(drivers, connection, job.optimizer, verbose=job.verbose)
         comm.is_attached = True
         undo.pop_all()
     return handle

@@ -10,11 +10,16 @@ import shutil
 import subprocess
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import speech
+from oktopk.errors import RunError
 from oktopk.train import checkpoint
+from oktopk.train.config import Config
+from oktopk.train.exchange import make_exchange
 from oktopk.utils.files import FileError
 from worlds import forkserver
 
@@ -253,3 +258,12 @@ def test_a_failed_setup_leaves_no_folder(worlds, tmp_path):
     )
     assert "typo must have one file" in answer
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_delay_is_refused_on_cuda():
+    """Metrics and validation have collectives of their own, and NCCL needs one order of all."""
+    on_cuda = SimpleNamespace(device=torch.device("cuda", 0))
+    model = SimpleNamespace(parameters=lambda: iter([on_cuda]))
+    config = Config(name="a", method="local_steps", delay=1)
+    with pytest.raises(RunError, match="delay = 1 does not work on CUDA here.*use delay = 0"):
+        make_exchange(config, model, None, 2, None)

@@ -22,6 +22,7 @@ from oktopk.adapters.ddp.handle import Handle
 from oktopk.adapters.local_steps.handle import LocalSteps
 from oktopk.baselines.base import BaselineOptions, dense_stats
 from oktopk.baselines.table import BASELINES
+from oktopk.errors import RunError
 from oktopk.stats import StepStats
 from oktopk.train.config import LOCAL_STEPS, Config
 from oktopk.train.option import AUTO
@@ -295,6 +296,11 @@ def make_exchange(
         )
         return BaselineExchange(config.method, model, optimizer, options)
     if config.method == LOCAL_STEPS:
+        if config.delay and device.type == "cuda":
+            raise RunError(
+                f"delay = {config.delay} does not work on CUDA here: the collectives of metrics "
+                "and validation would run beside those of the exchange, in no order; use delay = 0"
+            )
         outer = oktopk.local_steps(
             model,
             optimizer,

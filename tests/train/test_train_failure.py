@@ -265,5 +265,5 @@ def test_a_delay_is_refused_on_cuda():
     on_cuda = SimpleNamespace(device=torch.device("cuda", 0))
     model = SimpleNamespace(parameters=lambda: iter([on_cuda]))
     config = Config(name="a", method="local_steps", delay=1)
-    with pytest.raises(RunError, match="delay = 1 does not work on CUDA here.*use delay = 0"):
+    with pytest.raises(RunError, match=r"delay = 1 does not work on CUDA here.*use delay = 0"):
         make_exchange(config, model, None, 2, None)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oktopk.train.config import load
+from oktopk.train.config_files import load
 from oktopk.train.schedule import learning_rate
 from oktopk.train.setup import make_optimizer
 from oktopk.train.tasks.registry import task_type

@@ -25,7 +25,8 @@ from typing import Any
 from oktopk.report.texttable import markdown
 from oktopk.runlog.aggregates import estimated_totals
 from oktopk.runlog.reader import read_runlog
-from oktopk.train.config import Config, load, with_settings
+from oktopk.train.config import Config, with_settings
+from oktopk.train.config_files import load
 from oktopk.train.run_process import directory_of, last_lines, log_of, train_in_process
 from oktopk.utils.units import format_bytes
 

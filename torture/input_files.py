@@ -18,7 +18,7 @@ from oktopk.compare.command import write_tables
 from oktopk.errors import RunError
 from oktopk.launch.rank_environment import SINGLE_RANK
 from oktopk.reducer import default_comm
-from oktopk.train.config import load
+from oktopk.train.config_files import load
 from oktopk.train.run import find_and_restore
 from oktopk.train.setup import set_up
 from oktopk.train.tasks.speech.data.an4 import convert

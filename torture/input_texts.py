@@ -18,13 +18,8 @@ from oktopk.launch.master_endpoint import first_host, master_endpoint
 from oktopk.launch.rank_environment import LAUNCHERS, read_rank_environment
 from oktopk.sweep import space
 from oktopk.sweep.plan import Plan, store_or_compare
-from oktopk.train.config import (
-    Config,
-    as_dict,
-    load,
-    make_config,
-    to_toml,
-)
+from oktopk.train.config import Config, as_dict, make_config
+from oktopk.train.config_files import load, to_toml
 from oktopk.train.tasks.base import Metric
 from torture import odd
 from torture.desk import Desk, Input, command

@@ -16,7 +16,8 @@ from oktopk.check import check
 from oktopk.cli import parser
 from oktopk.cli.commands import COMMANDS
 from oktopk.cli.parser import WIDEST, innermost
-from oktopk.train.config import load, specs
+from oktopk.train.config import specs
+from oktopk.train.config_files import load
 from oktopk.train.tasks.registry import TASKS
 
 ENV = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

@@ -12,16 +12,8 @@ import pytest
 import torch
 
 from oktopk.train.bounds import RANGES
-from oktopk.train.config import (
-    COMMON,
-    Config,
-    as_dict,
-    load,
-    load_run,
-    make_config,
-    parse,
-    to_toml,
-)
+from oktopk.train.config import COMMON, Config, as_dict, make_config
+from oktopk.train.config_files import load, load_run, parse, to_toml
 from oktopk.train.option import specs_of
 from oktopk.train.tasks.registry import TASKS, options_type
 from oktopk.utils import files

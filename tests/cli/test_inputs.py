@@ -30,14 +30,8 @@ from oktopk.report.summary import summary
 from oktopk.runlog.aggregates import cumulative_bytes, cumulative_minutes
 from oktopk.runlog.reader import read_runlog
 from oktopk.train import checkpoint
-from oktopk.train.config import (
-    Config,
-    as_dict,
-    load,
-    load_run,
-    make_config,
-    to_toml,
-)
+from oktopk.train.config import Config, as_dict, make_config
+from oktopk.train.config_files import load, load_run, to_toml
 from oktopk.train.resume import CommonState, RankState
 from oktopk.train.target import Target
 from oktopk.train.tasks.base import Metric

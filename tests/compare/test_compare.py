@@ -24,7 +24,8 @@ from oktopk.runlog.aggregates import cumulative_bytes, steady_steps
 from oktopk.runlog.reader import read_runlog
 from oktopk.runlog.schema import MetricInfo
 from oktopk.train import run_process
-from oktopk.train.config import Config, load, with_settings
+from oktopk.train.config import Config, with_settings
+from oktopk.train.config_files import load
 from speech import SMALL
 
 METRICS = [MetricInfo("wer", "WER")]

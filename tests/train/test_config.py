@@ -11,16 +11,8 @@ import pytest
 from oktopk.runlog.reader import read_runlog
 from oktopk.runlog.run_directory import CONFIG_FILE
 from oktopk.settings import Settings
-from oktopk.train.config import (
-    SHIPPED,
-    Config,
-    load,
-    make_config,
-    nearest,
-    shipped,
-    specs,
-    to_toml,
-)
+from oktopk.train.config import Config, make_config, nearest, specs
+from oktopk.train.config_files import SHIPPED, load, shipped, to_toml
 from oktopk.train.exchange import exchange_options
 from oktopk.train.flags import add_flags, with_flags
 from oktopk.train.preset_options import preset_options

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from oktopk.train.config import load
+from oktopk.train.config_files import load
 from oktopk.train.schedule import learning_rate
 from oktopk.train.tasks.text.corpus import Corpus, read_corpus
 from oktopk.train.tasks.text.gpt import GPT

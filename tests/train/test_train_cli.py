@@ -24,7 +24,8 @@ from oktopk.runlog.run_directory import (
 )
 from oktopk.train import command as train_command
 from oktopk.train.command import resolve
-from oktopk.train.config import Config, to_toml
+from oktopk.train.config import Config
+from oktopk.train.config_files import to_toml
 from speech import SMALL
 
 RUN = [sys.executable, "-m", "oktopk", "train"]

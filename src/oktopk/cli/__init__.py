@@ -104,7 +104,7 @@ def _check_config(own: ArgumentParser, args: Namespace) -> None:
     """Exit if config or task cannot be loaded: that is why flags are unknown."""
     if not hasattr(args, "config"):
         return
-    from oktopk.train.config import load
+    from oktopk.train.config_files import load
 
     try:
         load(args.config or "", getattr(args, "task", ""))

@@ -39,7 +39,7 @@ def _describe(parser: argparse.ArgumentParser) -> None:
     import shtab
 
     from oktopk.cli.parser import subparsers_of
-    from oktopk.train.config import shipped
+    from oktopk.train.config_files import shipped
 
     for action in parser._actions:
         if action.type is Path or action.dest in ("task", "data", "folder"):

@@ -12,7 +12,8 @@ from typing import Literal
 from oktopk.baselines.names import BASELINE_NAMES, LOCAL, SPARSE
 from oktopk.errors import RunError
 from oktopk.runlog.run_directory import CONFIG_FILE, METRICS_FILE
-from oktopk.train.config import LOCAL_STEPS, Config, changes, load_run
+from oktopk.train.config import LOCAL_STEPS, Config, changes
+from oktopk.train.config_files import load_run
 from oktopk.train.option import AUTO, number_or_auto
 from oktopk.train.run_process import IRRELEVANT_SETTINGS
 from oktopk.utils.units import list_some

@@ -31,7 +31,7 @@ from oktopk.sweep.study import (
     values,
 )
 from oktopk.sweep.trial import Outcome, Pruner, run_trial
-from oktopk.train.config import load
+from oktopk.train.config_files import load
 from oktopk.train.console import print_line
 from oktopk.train.run_process import command_line, last_lines, log_of
 from oktopk.utils.files import write_atomically

@@ -21,7 +21,8 @@ from oktopk.runlog.run_directory import (
     latest_resumable,
     run_directory,
 )
-from oktopk.train.config import Config, load_run
+from oktopk.train.config import Config
+from oktopk.train.config_files import load_run
 from oktopk.train.flags import given, load_with_flags, with_flags
 from oktopk.train.preflight import check_before_start
 from oktopk.train.run import RESUME_ADVICE, ReportWriter, run_worker

@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Config`: every setting of a run, from a TOML file and flags.
+"""`Config`: every setting of a run.
 
-The defaults are the settings of the original code for lstman4; a file in `train/configs/` holds
-only what it changes. A task adds settings of its own (`Config.options`), which stand beside the
-others in files and flags. Every field is also a flag. An unknown name is refused with a hint at the
-nearest one.
+The defaults are the settings of the original code for lstman4. A task adds settings of its own
+(`Config.options`), which stand beside the others in files and flags. Every field is also a flag. An
+unknown name is refused with a hint at the nearest one.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import Field, dataclass, field
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from oktopk.baselines.names import BASELINE_NAMES
@@ -35,19 +32,11 @@ from oktopk.train.tasks.base import TaskOptions
 from oktopk.train.tasks.registry import (
     DEFAULT_TASK,
     TASKS,
-    default_config,
     options_type,
-    task_type,
 )
 from oktopk.train.tasks.speech.options import SpeechOptions
-from oktopk.utils.files import file_error, is_file, parse_toml, read_text
 from oktopk.utils.flags import did_you_mean
-from oktopk.utils.units import list_some
 from oktopk.wire.codec import CodecName
-
-SHIPPED = Path(__file__).parent / "configs"
-MOST_BYTES = 2**20
-"""Largest size of a config file."""
 
 LOCAL_STEPS = "local_steps"
 """The method that exchanges weight changes every few steps (`oktopk.local_steps`)."""
@@ -60,8 +49,6 @@ RENAMED = {
     "follow_rate": "rescale_with_lr in overrides",
 }
 """Settings that had another name in earlier versions."""
-
-AS_IT_WAS = "resume with the version that started the run, or start another with --name"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,88 +265,6 @@ def names_with(config: Config, mark: str) -> list[str]:
     return [name for name, spec in specs(config.task).items() if spec.metadata[mark]]
 
 
-def shipped() -> list[str]:
-    """Names of the configs in the package."""
-    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
-
-
-def load(name: str = "", task: str = "") -> Config:
-    """Load a config of the package by name, or a TOML file by path.
-
-    Without a name it is the default config of the task, or the defaults of a task in a file.
-    """
-    name = name or default_config(task or DEFAULT_TASK)
-    if not name:
-        return _load_defaults(task)
-    path = Path(name) if name.endswith(".toml") else SHIPPED / f"{name}.toml"
-    if not is_file(path):
-        raise ValueError(
-            f"no config {shown(name)}: give a file that ends in .toml, or one of "
-            f"{', '.join(shipped())}{did_you_mean(name, shipped())}"
-        )
-    config = parse(read_text(path, MOST_BYTES), path.stem, str(path))
-    if task and config.task != task:
-        raise ValueError(f"the config {name} is for the task {config.task}, not for {task}")
-    return config
-
-
-def _load_defaults(task: str) -> Config:
-    """The config of a task in a file: what its class has as `defaults`."""
-    kind = task_type(task)
-    taken = sorted(COMMON.keys() & specs_of(kind.options_type).keys())
-    if taken:
-        raise file_error(
-            task, f"the option {taken[0]} has the name of a setting of the trainer: rename it"
-        )
-    name = re.sub(r"[^\w.-]", "-", Path(task).stem)
-    try:
-        return make_config(**({"task": task, "name": name} | dict(kind.defaults)))
-    except (TypeError, ValueError) as error:
-        raise file_error(task, f"defaults: {error}") from error
-
-
-def task_in(name: str) -> str:
-    """The task that a config file is for, without checking anything else in it."""
-    path = Path(name) if name.endswith(".toml") else SHIPPED / f"{name}.toml"
-    return str(parse_toml(read_text(path, MOST_BYTES), path).get("task", DEFAULT_TASK))
-
-
-def load_run(path: Path) -> Config:
-    """Load the settings in a run directory. If one is missing, the file is damaged."""
-    return parse(read_text(path, MOST_BYTES), path.stem, str(path), whole=True)
-
-
-def parse(text: str, name: str, path: str, whole: bool = False) -> Config:
-    """The config of a TOML text. Its name is `name`, unless the text has one.
-
-    With `whole` no field may be missing: the default would train something else.
-    """
-    values: dict[str, Any] = parse_toml(text, path)
-    task = values.get("task", DEFAULT_TASK)
-    try:
-        known = specs(task if isinstance(task, str) else DEFAULT_TASK)
-    except ValueError as error:
-        raise file_error(path, str(error)) from error
-    for key in values:
-        if key in RENAMED:
-            advice = AS_IT_WAS if whole else "rename it"
-            raise file_error(path, f"{key} is now {RENAMED[key]}", advice=advice)
-        if key not in known:
-            raise file_error(path, f"unknown key {shown(key)}{nearest(key, known)}")
-    missing = [name for name in known if name not in values]
-    if whole and missing:
-        raise file_error(
-            path,
-            f"{len(missing)} of {len(known)} settings are missing ({list_some(missing, 3)})",
-            advice="add them, or start another run with --name",
-        )
-    values.setdefault("name", name)
-    try:
-        return make_config(**values)
-    except ValueError as error:
-        raise file_error(path, str(error)) from error
-
-
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint at the present name of a renamed setting, or at the most similar known name.
 
@@ -376,17 +281,3 @@ def changes(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
     before, after = as_dict(one), as_dict(other)
     both = {name: (before.get(name), after.get(name)) for name in before | after}
     return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
-
-
-def to_toml(config: Config) -> str:
-    """All settings as TOML, with the help texts as comments."""
-    known: Mapping[str, Any] = as_dict(config)
-    return "".join(
-        f"# {spec.metadata['help']}\n{name} = {_literal(known[name])}\n"
-        for name, spec in specs(config.task).items()
-    )
-
-
-def _literal(value: Any) -> str:
-    """A value as JSON, which is also TOML. Not in ASCII, because TOML has no surrogate pairs."""
-    return json.dumps(value, ensure_ascii=False)

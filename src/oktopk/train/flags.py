@@ -9,7 +9,8 @@ from contextlib import suppress
 from dataclasses import Field
 from typing import Any
 
-from oktopk.train.config import Config, as_dict, load, shipped, specs, task_in, with_settings
+from oktopk.train.config import Config, as_dict, specs, with_settings
+from oktopk.train.config_files import load, shipped, task_in
 from oktopk.train.option import number_or_auto, specs_of
 
 GROUPS = {

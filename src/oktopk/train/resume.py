@@ -23,7 +23,8 @@ from oktopk.runlog.run_directory import CHECKPOINT_FOLDER
 from oktopk.train import checkpoint
 from oktopk.train.agreed_model import agreed_model
 from oktopk.train.checkpoint import Count
-from oktopk.train.config import Config, changes, names_with, parse, to_toml
+from oktopk.train.config import Config, changes, names_with
+from oktopk.train.config_files import parse, to_toml
 from oktopk.train.flags import as_flag
 from oktopk.train.recorder import Recorder
 from oktopk.train.setup import Run

@@ -28,7 +28,8 @@ from oktopk.runlog.run_directory import (
 )
 from oktopk.train import checkpoint
 from oktopk.train.all_or_raise import all_or_raise, shared_settings
-from oktopk.train.config import LOCAL_STEPS, Config, to_toml
+from oktopk.train.config import LOCAL_STEPS, Config
+from oktopk.train.config_files import to_toml
 from oktopk.train.console import LineHandler, print_line
 from oktopk.train.loop import train
 from oktopk.train.recorder import Recorder

@@ -20,7 +20,8 @@ from oktopk.runlog.reader import RunLog, read_runlog
 from oktopk.runlog.run_directory import METRICS_FILE
 from oktopk.runlog.schema import Record
 from oktopk.runlog.tail import RunLogTail
-from oktopk.train.config import Config, changes, load
+from oktopk.train.config import Config, changes
+from oktopk.train.config_files import load
 from oktopk.train.flags import as_flag
 
 SECONDS_TO_SAVE = AFTER_SIGNAL_SECONDS + 10.0

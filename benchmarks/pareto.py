@@ -63,6 +63,10 @@ LOW_BITS = ("int8", "int4", "int2")
 ATTACH_CODECS = {0.1: ("int4",), 0.05: ("int4",), 0.02: LOW_BITS, 0.01: LOW_BITS}
 """Codecs by density of sparse gradients, beside the default of 16 bits for a value."""
 
+HALF_RAMP = {"warmup_steps": 12, "ramp_steps": 240}
+"""What `attach` does with `total_steps=480`; the other sparse runs have 24 dense steps and 48 in
+which the density falls."""
+
 
 def points() -> Iterator[dict[str, Any]]:
     """The settings of every point of the front."""
@@ -85,6 +89,8 @@ def points() -> Iterator[dict[str, Any]]:
     for density, codecs in ATTACH_CODECS.items():
         for wire in codecs:
             yield {"method": "oktopk", "density": density, "wire": wire}
+    for density in (0.2, 0.1, 0.05, 0.02, 0.01):
+        yield {"method": "oktopk", "density": density, "wire": "int4", **HALF_RAMP}
     for method in ("ddp_powersgd_r4", "ddp_powersgd_r2", "ddp_powersgd_r1", "ddp_fp16"):
         yield {"method": method}
 
@@ -95,6 +101,7 @@ def name_of(settings: dict[str, Any]) -> str:
     parts += [f"every{settings['every']}"] if "every" in settings else []
     parts += [f"{settings['density']:g}"] if "density" in settings else []
     parts += [settings["wire"]] if "wire" in settings else []
+    parts += [f"ramp{settings['ramp_steps']}"] if "ramp_steps" in settings else []
     return "-".join(parts)
 
 

@@ -83,6 +83,10 @@ class Settings:
     density: float = 0.02
     """Fraction of the entries that is kept, in (0, 1]."""
 
+    shared_by: int = 1
+    """Ranks that share the density: each of them selects 1/shared_by of it. For methods that
+    deliver all that any rank has selected; `local_steps` sets it."""
+
     warmup_steps: int = 0
     """Dense steps before the sparse phase."""
 
@@ -116,6 +120,7 @@ class Settings:
             known = ", ".join(METHODS)
             raise ValueError(f"unknown method {short_repr(self.method)}; known methods: {known}")
         least = {"warmup_steps": 0, "exact_every": 1, "bounds_every": 1, "short_bytes": 0}
+        least["shared_by"] = 1
         if not (isinstance(self.group_numel, str) and self.group_numel == "auto"):
             least["group_numel"] = 1
         for name, lowest in least.items():
@@ -160,6 +165,13 @@ class Settings:
             if step - self.warmup_steps < end:
                 return density
         return self.density
+
+    def rank_density(self, density: float) -> float:
+        """The fraction that one rank selects, of the density that all ranks share.
+
+        At density 1 nothing is selected: the exchange is dense.
+        """
+        return density if density == 1 else density / self.shared_by
 
 
 def _density(value: Any) -> float:

@@ -44,7 +44,8 @@ def test_every_rank_selects_its_share_and_all_of_it_arrives(P):
     reference = expected([change for change, *_ in ranks], 0.1)
     for change, weights, residual, handle in ranks:
         assert torch.allclose(weights, reference, atol=1e-6)
-        assert handle.settings.density == pytest.approx(0.1 / P)
+        assert (handle.settings.density, handle.settings.shared_by) == (0.1, P)
+        assert handle.stats.k == round(0.1 * change.numel() / P)
         assert handle.stats.result == reference.count_nonzero()
         sent = round(0.1 * change.numel() / P)
         assert residual.count_nonzero() == change.numel() - sent  # nothing comes back
@@ -84,6 +85,6 @@ def test_rank_0_says_what_will_be_exchanged(capfd):
     assert line.startswith(
         "oktopk: local steps, world size 2, 6,000 parameters: density 10 % after"
     )
-    assert "5 % from each rank, by topkdsa; about " in line
+    assert "5 % from each rank by topkdsa as fp32; about " in line
     simulate(2, lambda comm: one_round(comm, density=0.1, verbose=False))
     assert not capfd.readouterr().err

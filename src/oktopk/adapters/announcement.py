@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from oktopk.adapters.gradient_driver import GradientDriver
+from oktopk.adapters.local_steps.outer_step import OuterOptions
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.methods import METHODS
 from oktopk.methods.cost_model import Work
@@ -32,7 +33,8 @@ def tell(driver: GradientDriver[Any], total_steps: int | None, *, verbose: bool)
         warn_if_short(settings, total_steps)
     if verbose:
         replicas, shards = driver.comm.size, driver.engine.shards.size
-        announce(describe_run(settings, driver.parameters, replicas, optimizer, shards))
+        is_auto = driver.budget is not None
+        announce(describe_run(settings, driver.parameters, replicas, optimizer, shards, is_auto))
 
 
 def tell_resumed(driver: GradientDriver[Any]) -> None:
@@ -69,6 +71,7 @@ def describe_run(
     replicas: int,
     optimizer: Any,
     shards: int = 1,
+    is_auto: bool = False,
 ) -> str:
     """One line: phases, bytes, and what is done for the optimizer.
 
@@ -83,28 +86,43 @@ def describe_run(
     if settings.method == "dense":
         return f"{begin}: every step is dense"
     cost = _bytes(settings, parameters, replicas, shards)
-    return f"{begin}: {_phases(settings)}; {cost}; {describe_optimizer(settings, optimizer)}"
+    return (
+        f"{begin}: {_phases(settings, is_auto)}; {cost}; {describe_optimizer(settings, optimizer)}"
+    )
 
 
 def describe_local_steps(
-    settings: Settings, parameters: ParameterLayout, size: int, every: int, density: float | str
+    settings: Settings,
+    parameters: ParameterLayout,
+    size: int,
+    options: OuterOptions,
+    is_auto: bool,
 ) -> str:
-    """One line: what is exchanged how often, and the bytes. `density` is what was asked for."""
-    numel = sum(p.numel() for p in parameters.parameters.values())
+    """One line: what is exchanged how often, and the bytes."""
+    numel, every = sum(p.numel() for p in parameters.parameters.values()), options.every
     begin = f"local steps, world size {size}, {numel:,} parameters"
     rounds = "after every step" if every == 1 else f"every {every} steps"
+    rounds += f" in {options.fragments} fragments" if options.fragments > 1 else ""
+    rounds += f", applied {options.delay} steps later" if options.delay else ""
     if settings.method == "dense" or settings.density == 1:
         return f"{begin}: all weight changes are exchanged {rounds}"
-    kept = "auto" if isinstance(density, str) else f"{100 * density:.3g} %"
-    share = f"{100 * settings.density:.3g} % from each rank, by {settings.method}"
+    kept = f"{100 * settings.density:.3g} %"
+    kept = f"auto, at first {kept}," if is_auto else kept
+    share = f"{100 * settings.rank_density(settings.density):.3g} % from each rank"
     exchange, dense = expected_bytes(settings, parameters, size)
     if not dense:
         return f"{begin}: there is nothing to send"
     sent = exchange / every
     return (
-        f"{begin}: density {kept} {rounds}, {share}; about {format_bytes(sent)} per rank and step "
-        f"instead of {format_bytes(dense)} ({100 * sent / dense:.2g} %)"
+        f"{begin}: density {kept} {rounds}, {share} by {settings.method} as {settings.wire}; "
+        f"about {format_bytes(sent)} per rank and step instead of {format_bytes(dense)} "
+        f"({_percent(sent, dense)})"
     )
+
+
+def _percent(sent: float, dense: float) -> str:
+    share = 100 * sent / dense
+    return f"{share:.2g} %" if share < 10 else f"{share:.0f} %"
 
 
 def describe_optimizer(settings: Settings, optimizer: Any) -> str:
@@ -124,11 +142,12 @@ def expected_bytes(
     wide = any(p.dtype == torch.float64 for p in trained.values())
     itemsize = max((p.element_size() for p in trained.values()), default=4)
     ring = 2 * (replicas - 1) / replicas / shards
+    density = settings.rank_density(settings.density)
     work = Work(
         (numel - num_dense) // shards,
-        num_kept(numel - num_dense, settings.density) // shards,
+        num_kept(numel - num_dense, density) // shards,
         replicas,
-        96.0 if wide else entry_bits(settings.wire, settings.density),
+        96.0 if wide else entry_bits(settings.wire, density),
         8 if wide else 4,
         0 if wide else size_rounds(settings.wire),
     )
@@ -143,11 +162,11 @@ def _bytes(settings: Settings, parameters: ParameterLayout, replicas: int, shard
     where = " to other replicas" if shards > 1 else ""
     return (
         f"a step will then send about {format_bytes(sent)} per rank{where} instead of "
-        f"{format_bytes(dense)} ({100 * sent / dense:.2g} %)"
+        f"{format_bytes(dense)} ({_percent(sent, dense)})"
     )
 
 
-def _phases(settings: Settings) -> str:
+def _phases(settings: Settings, is_auto: bool) -> str:
     """`128 dense steps, 256 in which the density falls from 25 % to 2 %, then 2 %`."""
     final = f"{100 * settings.density:.3g} %"
     phases = [f"{settings.warmup_steps} dense steps"] if settings.warmup_steps else []
@@ -156,4 +175,5 @@ def _phases(settings: Settings) -> str:
         phases.append(
             f"{settings.falling_steps} in which the density falls from {first} to {final}"
         )
-    return ", ".join([*phases, f"then density {final}" if phases else f"density {final}"])
+    rest = f"density auto, at first {final}" if is_auto else f"density {final}"
+    return ", ".join([*phases, f"then {rest}" if phases else rest])

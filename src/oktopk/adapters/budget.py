@@ -19,6 +19,7 @@ import torch
 
 from oktopk.comm.communicator import Comm
 from oktopk.engine.budget import (
+    NEARLY_AS_FAST,
     WIRES,
     Choice,
     Exchanged,
@@ -29,7 +30,8 @@ from oktopk.engine.budget import (
 )
 from oktopk.engine.saved_state import SavedBudget
 from oktopk.settings import Settings
-from oktopk.utils.arguments import choice, number
+from oktopk.utils.announce import announce
+from oktopk.utils.arguments import number, short_repr
 from oktopk.utils.device import to_device
 from oktopk.wire.codec import CodecName
 
@@ -60,10 +62,13 @@ def budget_options(
     density: Any, wire: CodecName | None, share: float, method: str
 ) -> BudgetOptions | None:
     """The options if the density is `auto`, else None. ValueError if nothing can be chosen."""
+    if isinstance(wire, str) and wire == AUTO:
+        raise ValueError("wire='auto' is wire=None with density='auto', which chooses both")
     options = BudgetOptions(share, WIRES if wire is None else (wire,))
     if not isinstance(density, str):
         return None
-    choice("density", density, (AUTO,))
+    if density != AUTO:
+        raise ValueError(f"density must be a number in (0, 1] or 'auto', got {short_repr(density)}")
     if method == "dense":
         raise ValueError("density='auto' has no effect with method='dense': use another method")
     return options
@@ -73,15 +78,23 @@ class Budget:
     """The choice in effect, and what was measured since it was last revised."""
 
     def __init__(
-        self, options: BudgetOptions, what: Exchanged, now: Choice, speeds: Speeds, first: int
+        self,
+        options: BudgetOptions,
+        what: Exchanged,
+        now: Choice,
+        speeds: Speeds,
+        first: int,
+        verbose: bool = True,
     ) -> None:
-        self.options, self.what = options, what
+        self.options, self.what, self.verbose = options, what, verbose
         self.now, self.speeds = now, speeds
         self.first = first
         """The first exchange that has the chosen density: warm-up and ramp come before it."""
 
         self.measured: list[tuple[float, float]] = []
         """Seconds of computing and of exchanging, for each exchange since the last revision."""
+
+        self._has_warned = False
 
     def note(self, step: int, compute: float, exchange: float) -> None:
         """Note what one exchange took on this rank, and the computing before it.
@@ -112,23 +125,32 @@ class Budget:
             return self.now
         share = self.options.share
         limit = compute * share / (1 - share)
-        before, self.now = self.now, self._choose(limit, exchange)
-        if comm.rank == 0 and self.now != before:
-            log.info(
-                "step %d: density %g as %s instead of %g as %s: an exchange took %.1f ms, and may "
-                "take %.1f ms beside %.1f ms of computing",
-                step,
-                *self.now,
-                *before,
-                1e3 * exchange,
-                1e3 * limit,
-                1e3 * compute,
+        speeds = corrected(self.speeds, self.now, self.what, exchange)
+        before = self.now
+        self.now = choose(speeds, self.what, self.options.wires, limit=limit, now=before)
+        if comm.rank == 0 and self.verbose and self.now != before:
+            announce(
+                f"exchange {step}: density {_shown(self.now)} instead of {_shown(before)}: an "
+                f"exchange took {1e3 * exchange:.1f} ms, and may take {1e3 * limit:.1f} ms beside "
+                f"{1e3 * compute:.1f} ms of computing"
             )
+        if comm.rank == 0:
+            self._warn_if_long(speeds.predict(self.now, self.what), limit)
         return self.now
 
-    def _choose(self, limit: float, seconds: float) -> Choice:
-        speeds = corrected(self.speeds, self.now, self.what, seconds)
-        return choose(speeds, self.what, self.options.wires, limit=limit, now=self.now)
+    def _warn_if_long(self, seconds: float, limit: float) -> None:
+        if seconds > NEARLY_AS_FAST * limit and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "no density keeps the exchange under exchange_share=%g: it takes %.1f ms at "
+                "density %s, %.1f ms would be allowed, and a lower density is hardly faster; let "
+                "more steps pass between exchanges (`every` of local_steps), or raise "
+                "exchange_share",
+                self.options.share,
+                1e3 * seconds,
+                _shown(self.now),
+                1e3 * limit,
+            )
 
     def save(self) -> SavedBudget:
         """All that later choices depend on, beside what will be measured."""
@@ -149,19 +171,25 @@ class Budget:
         self.measured = list(saved.measured)
 
 
+def _shown(chosen: Choice) -> str:
+    return f"{chosen.density:g} as {chosen.wire}"
+
+
 def start_budget(
     options: BudgetOptions | None,
     settings: Settings,
     parameters: Sequence[torch.Tensor],
     comm: Comm,
+    *,
+    verbose: bool,
 ) -> Budget | None:
     """Probe network, kernels and codecs; None without options, or if all is dense. Collective."""
     if options is None or settings.method == "dense":
         return None
     numel, device = sum(p.numel() for p in parameters), parameters[0].device
     wide = any(p.dtype == torch.float64 for p in parameters)
-    what = Exchanged(numel, comm.size, settings.method, wide)
+    what = Exchanged(numel, comm.size, settings.method, wide, settings.shared_by)
     wires = tuple(dict.fromkeys((*options.wires, settings.wire)))
     first = settings.warmup_steps + settings.falling_steps
     now = Choice(settings.density, settings.wire)
-    return Budget(options, what, now, probe_speeds(comm, device, wires), first)
+    return Budget(options, what, now, probe_speeds(comm, device, wires), first, verbose)

@@ -15,7 +15,7 @@ from itertools import zip_longest
 
 from torch import Tensor
 
-from oktopk.adapters.local_steps.shared_density import METHOD as SHARED
+from oktopk.adapters.local_steps.local_steps import SHARED_METHOD
 from oktopk.baselines.sparseloco import num_words
 from oktopk.bench.stream import gradients
 from oktopk.comm.communicator import Comm
@@ -143,7 +143,7 @@ def rows_of(
     each_step = {name: scaled(name, *given) for name in ("dense", *STEPS)}
     return [
         *each_step.values(),
-        local(scaled(SHARED, size, share, link, speed), "local_steps", every),
+        local(scaled(SHARED_METHOD, size, share, link, speed), "local_steps", every),
         local(sparseloco(*given), "sparseloco", every),
     ]
 

@@ -32,6 +32,10 @@ bits cost accuracy at the same density (docs/performance.md)."""
 HEADROOM = 0.8
 """A higher density must fit into this much of the limit: else it would be taken back at once."""
 
+NEARLY_AS_FAST = 1.2
+"""A density whose exchange takes at most this many times as long as the fastest one may exceed the
+limit. Latency, or kernels that read every element, can take nearly all of the time."""
+
 LEAST, MOST = 0.01, 100.0
 """Bounds of the factor by which a measurement corrects the link."""
 
@@ -55,6 +59,9 @@ class Exchanged:
     wide: bool = False
     """Whether entries are float64."""
 
+    shared_by: int = 1
+    """Ranks that share the density (`Settings.shared_by`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
@@ -67,7 +74,7 @@ class Speeds:
 
     def cost(self, choice: Choice, what: Exchanged) -> Cost:
         """Rounds, bytes and kernel work of one exchange."""
-        kept = num_kept(what.numel, choice.density)
+        kept = num_kept(what.numel, choice.density / what.shared_by)
         work = make_work(what.numel, kept, what.size, choice.wire, wide=what.wide)
         return METHODS[what.method].cost(work)
 
@@ -126,16 +133,17 @@ def choose(
 ) -> Choice:
     """The highest density whose exchange takes at most `limit` seconds, and its fastest codec.
 
-    A density above the present one must leave some headroom. Where no density fits, it is the
-    lowest one.
+    A density above the present one must leave some headroom. A density that is nearly as fast as
+    the fastest one may take longer: a lower one would save next to nothing.
     """
 
     def seconds(choice: Choice) -> float:
         return speeds.predict(choice, what)
 
     fastest = [min((Choice(density, wire) for wire in wires), key=seconds) for density in DENSITIES]
+    least = NEARLY_AS_FAST * min(map(seconds, fastest))
     for choice in reversed(fastest):
-        room = limit * (HEADROOM if choice.density > now.density else 1.0)
+        room = max(limit * (HEADROOM if choice.density > now.density else 1.0), least)
         if seconds(choice) <= room:
             return choice
     return fastest[0]

@@ -93,7 +93,7 @@ def make_plan(
             groups=groups,
             whole_model=False,
         )
-    density = settings.density_at(step)
+    density = settings.rank_density(settings.density_at(step))
     model_k = num_kept(shards.num_sparse(buckets), density)
     divides = shards.size > 1 and density < 1 and settings.scope == "model"
     divides_k = divides and (_is_due(settings, step) or sum(shares) != model_k)

@@ -304,7 +304,7 @@ def _driver(
     if job.method == "auto":
         settings = replace(settings, method=fastest_method(job.model, settings, own))
     trained = list(job.parameters.parameters.values())
-    budget = start_budget(job.auto, settings, trained, own)
+    budget = start_budget(job.auto, settings, trained, own, verbose=options.verbose)
     driver = StepDriver(settings, own, job.parameters, job.scaling, options, on_step, budget)
     return driver, failure_detector, None
 

@@ -63,6 +63,16 @@ LOW_BITS = ("int8", "int4", "int2")
 ATTACH_CODECS = {0.1: ("int4",), 0.05: ("int4",), 0.02: LOW_BITS, 0.01: LOW_BITS}
 """Codecs by density of sparse gradients, beside the default of 16 bits for a value."""
 
+OTHERS: tuple[dict[str, Any], ...] = (
+    *({"method": "diloco", "every": every} for every in (8, 32, 120)),
+    {"method": "sparseloco", "every": 5, "density": 0.1},
+    {"method": "sparseloco", "every": 10, "density": 0.05},
+    {"method": "sparseloco", "every": 10, "density": SPARSELOCO_DENSITY},
+    {"method": "sparseloco", "every": 30, "density": SPARSELOCO_DENSITY},
+    *({"method": f"ddp_powersgd_r{rank}"} for rank in (4, 2, 1)),
+    {"method": "ddp_fp16"},
+)
+
 HALF_RAMP = {"warmup_steps": 12, "ramp_steps": 240}
 """What `attach` does with `total_steps=480`; the other sparse runs have 24 dense steps and 48 in
 which the density falls."""
@@ -75,24 +85,13 @@ def points() -> Iterator[dict[str, Any]]:
         for density, codecs in densities.items():
             for wire in codecs:
                 yield {"method": "local_steps", "every": every, "density": density, "wire": wire}
-    for every in (8, 32, 120):
-        yield {"method": "diloco", "every": every}
-    for every, density in (
-        (5, 0.1),
-        (10, 0.05),
-        (10, SPARSELOCO_DENSITY),
-        (30, SPARSELOCO_DENSITY),
-    ):
-        yield {"method": "sparseloco", "every": every, "density": density}
-    for density in (0.1, 0.05, 0.02, 0.01):
-        yield {"method": "oktopk", "density": density}
     for density, codecs in ATTACH_CODECS.items():
+        yield {"method": "oktopk", "density": density}
         for wire in codecs:
             yield {"method": "oktopk", "density": density, "wire": wire}
-    for density in (0.2, 0.1, 0.05, 0.02, 0.01):
+    for density in (0.2, *ATTACH_CODECS):
         yield {"method": "oktopk", "density": density, "wire": "int4", **HALF_RAMP}
-    for method in ("ddp_powersgd_r4", "ddp_powersgd_r2", "ddp_powersgd_r1", "ddp_fp16"):
-        yield {"method": method}
+    yield from OTHERS
 
 
 def name_of(settings: dict[str, Any]) -> str:

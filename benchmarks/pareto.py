@@ -74,8 +74,8 @@ OTHERS: tuple[dict[str, Any], ...] = (
 )
 
 HALF_RAMP = {"warmup_steps": 12, "ramp_steps": 240}
-"""What `attach` does with `total_steps=480`; the other sparse runs have 24 dense steps and 48 in
-which the density falls."""
+"""Half of the dense steps that `attach` takes with `total_steps=480`, and about its ramp. The other
+sparse runs have 24 dense steps, and the density falls in 48."""
 
 
 def points() -> Iterator[dict[str, Any]]:

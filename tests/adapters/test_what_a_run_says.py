@@ -22,7 +22,7 @@ import oktopk
 import sites
 from idioms import Net, batch, weights_of
 from oktopk.adapters.announcement import expected_bytes
-from oktopk.optim.presets import default_warmup
+from oktopk.optim.presets import default_ramp, default_warmup
 from oktopk.optim.steps_taken import steps_taken
 
 
@@ -242,6 +242,14 @@ def test_the_bytes_that_are_announced_are_those_that_are_sent(worlds, method, wi
 )
 def test_the_warm_up_is_a_share_of_a_short_run_unless_it_is_given(asked, total, steps):
     assert default_warmup(asked, total) == steps
+
+
+@pytest.mark.parametrize(
+    ("warmup", "total", "steps"),
+    [(128, None, 256), (128, 10**6, 1024), (24, 480, 228), (0, 5, 2), (50, 40, 0)],
+)
+def test_the_density_falls_for_half_of_a_run_of_known_length(warmup, total, steps):
+    assert default_ramp(warmup, total) == steps
 
 
 def bound(group, how: str) -> tuple:

@@ -27,7 +27,13 @@ WARMUP_STEPS = 128
 WARMUP_SHARE = 0.05
 """Most of a run of known length that the warm-up takes, unless the user says otherwise."""
 
-RAMP = 2  # ramp steps for every warm-up step
+RAMP = 2
+"""Steps in which the density falls for every warm-up step, in a run of unknown length."""
+
+MOST_RAMP = 1024
+"""Most steps in which the density falls, unless the user says otherwise. In a run of known length
+it falls for half of the steps after the warm-up: a GPT of a few hundred steps learns far more with
+that than with a short ramp (docs/experiments.md). In a long run it would be most of the bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,18 +110,27 @@ class Choices:
     """Values of `FIELDS`."""
 
     ramp_steps: int | None = None
+    total_steps: int | None = None
     has_schedule: bool = False
     """Whether the densities after the warm-up were given one by one."""
 
 
 def choices_of(
-    ramp_steps: int | None, schedule: tuple[tuple[int, float], ...] | None, **fields: Any
+    ramp_steps: int | None,
+    schedule: tuple[tuple[int, float], ...] | None,
+    total_steps: int | None,
+    **fields: Any,
 ) -> Choices:
     """The choices among the options of an adapter, where None is no choice."""
     if schedule is not None and ramp_steps is not None:
         raise ValueError("pass schedule or ramp_steps, not both")
     given = {name: value for name, value in fields.items() if value is not None}
-    return Choices(fields=given, ramp_steps=ramp_steps, has_schedule=schedule is not None)
+    return Choices(
+        fields=given,
+        ramp_steps=ramp_steps,
+        total_steps=total_steps,
+        has_schedule=schedule is not None,
+    )
 
 
 def default_warmup(warmup_steps: int | None, total_steps: int | None) -> int:
@@ -130,7 +145,7 @@ def default_warmup(warmup_steps: int | None, total_steps: int | None) -> int:
 def suited(settings: Settings, optimizer: Any, choices: Choices) -> Settings:
     """The settings with the ramp and the preset that suit the optimizer, or None of one."""
     if not choices.has_schedule:
-        after_warmup = schedule_after_warmup(settings, optimizer, choices.ramp_steps)
+        after_warmup = schedule_after_warmup(settings, optimizer, choices)
         settings = replace(settings, schedule=after_warmup)
     return apply_preset(settings, optimizer, choices.fields)
 
@@ -144,13 +159,23 @@ def apply_preset(settings: Settings, optimizer: Any, chosen: Mapping[str, Any]) 
     return replace(settings, **picked)
 
 
+def default_ramp(warmup_steps: int, total_steps: int | None) -> int:
+    """The steps in which the density falls: half of those after the warm-up, but at most 1024. In a
+    run of unknown length, twice the warm-up."""
+    if total_steps is None:
+        return RAMP * warmup_steps
+    return min(MOST_RAMP, max(0, total_steps - warmup_steps) // 2)
+
+
 def schedule_after_warmup(
-    settings: Settings, optimizer: Any, ramp_steps: int | None
+    settings: Settings, optimizer: Any, choices: Choices
 ) -> tuple[tuple[int, float], ...]:
-    """The density falls from 25 % over `ramp_steps`: by default twice the warm-up, if there is an
-    optimizer whose moments need the time."""
+    """The density falls from 25 % over `ramp_steps`; by default only if there is an optimizer,
+    whose moments need the time."""
+    ramp_steps = choices.ramp_steps
     if ramp_steps is None:
-        ramp_steps = RAMP * settings.warmup_steps if optimizer is not None else 0
+        total = choices.total_steps
+        ramp_steps = 0 if optimizer is None else default_ramp(settings.warmup_steps, total)
     ramp_steps = integer("ramp_steps", ramp_steps, least=0)
     return () if settings.method == "dense" else ramp(ramp_steps, settings.density)
 

@@ -111,8 +111,9 @@ def attach(
             take.
         warmup_steps: dense steps before the sparse phase. By default 128, but at most 5 % of
             `total_steps`.
-        ramp_steps: steps after the warm-up in which the density falls from 25 %. By default twice
-            the warm-up if there is an optimizer, else 0.
+        ramp_steps: steps after the warm-up in which the density falls from 25 %. By default half of
+            `total_steps` after the warm-up, at most 1024; without `total_steps` twice the warm-up;
+            0 without an optimizer.
         schedule: (steps, density) pairs that follow the warm-up, instead of a ramp.
         optimizer: the optimizer or a scheduler of it. The preset of SGD, or of Adam and optimizers
             with its `betas`, is used and announced (`oktopk.optim.presets`): SGD's residuals are
@@ -179,15 +180,16 @@ def attach(
     scaling = ResidualScaling(optimizer, scaler)
     if on_nonfinite is None:
         on_nonfinite = "deliver" if scaling.has_scaler else "skip"
+    if total_steps is not None:
+        total_steps = integer("total_steps", total_steps, least=1)
     choices = choices_of(
         ramp_steps,
         schedule,
+        total_steps,
         overshoot=overshoot,
         staleness_correction=staleness_correction,
         rescale_with_lr=rescale_with_lr,
     )
-    if total_steps is not None:
-        total_steps = integer("total_steps", total_steps, least=1)
     budget = budget_options(density, wire, exchange_share, method)
     if budget is not None and local_group is not None:
         raise ValueError("density='auto' does not work with local_group: give a density")

@@ -97,8 +97,9 @@ def attach_fsdp(
         density: fraction of the entries of the whole model that is kept, in (0, 1].
         warmup_steps: dense steps before the sparse phase. By default 128, but at most 5 % of
             `total_steps`.
-        ramp_steps: steps after the warm-up in which the density falls from 25 %. By default twice
-            the warm-up if there is an optimizer, else 0.
+        ramp_steps: steps after the warm-up in which the density falls from 25 %. By default half of
+            `total_steps` after the warm-up, at most 1024; without `total_steps` twice the warm-up;
+            0 without an optimizer.
         schedule: (steps, density) pairs that follow the warm-up, instead of a ramp.
         optimizer: the optimizer or a scheduler of it; see `oktopk.attach`.
         scaler: residuals are rescaled with its loss scale, and a NaN is delivered for it to see. A
@@ -143,15 +144,16 @@ def attach_fsdp(
     scaling = ResidualScaling(optimizer, scaler)
     if on_nonfinite is None:
         on_nonfinite = "deliver" if scaling.has_scaler else "skip"
+    if total_steps is not None:
+        total_steps = integer("total_steps", total_steps, least=1)
     choices = choices_of(
         ramp_steps,
         schedule,
+        total_steps,
         overshoot=overshoot,
         staleness_correction=staleness_correction,
         rescale_with_lr=rescale_with_lr,
     )
-    if total_steps is not None:
-        total_steps = integer("total_steps", total_steps, least=1)
     settings = Settings(
         method=method,
         density=density,

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from oktopk.errors import RunError
 from oktopk.runlog.run_directory import check_writable
 from oktopk.train.config import Config
 from oktopk.train.target import parse_target
-from oktopk.train.tasks.registry import packages_of, task_type
+from oktopk.train.tasks.registry import is_path, packages_of, task_error, task_type
 from oktopk.utils.extras import require
 
 
@@ -19,4 +20,9 @@ def check_before_start(command: str, config: Config) -> None:
     task = task_type(config.task)
     if config.until:
         parse_target(config.until, task.metrics)
-    task.check(config.options)
+    try:
+        task.check(config.options)
+    except Exception as error:
+        if isinstance(error, ValueError | OSError | RunError) or not is_path(config.task):
+            raise
+        raise task_error(config.task, "check", error) from error

@@ -240,6 +240,21 @@ def test_what_is_wrong_is_said_before_anything_runs(trainer, call, capsys, argum
     assert message in capsys.readouterr().err and trainer.names == []
 
 
+def test_a_file_that_cannot_be_used_has_the_exit_code_of_train(trainer, call, oktopk, capsys):
+    """1 for the data, 2 for a file that the command line names as config or task."""
+    Path("short.txt").write_text("a")
+    Path("bad.toml").write_text("lr = ")
+    for flags, code in (
+        (("--task", "text", "--data", "short.txt"), 1),
+        (("--config", "bad.toml"), 2),
+        (("--task", "none.py"), 2),
+    ):
+        assert [call(*flags), oktopk("train", *flags)] == [code, code]
+        compared, trained = capsys.readouterr().err.splitlines()
+        assert compared.removeprefix("oktopk compare") == trained.removeprefix("oktopk train")
+    assert trainer.names == []
+
+
 def test_it_refuses_to_be_started_many_times(trainer, call, monkeypatch, capsys):
     monkeypatch.setenv("OKTOPK_RANK", "0")
     monkeypatch.setenv("OKTOPK_SIZE", "2")

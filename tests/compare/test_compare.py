@@ -53,6 +53,7 @@ def trainer(monkeypatch):
         yield SimpleNamespace(poll=lambda: int(failed))
 
     monkeypatch.setattr(run_process, "started", started)
+    monkeypatch.setattr(command, "prepare_data", lambda config: None)
     return made
 
 
@@ -185,6 +186,7 @@ def test_an_interrupted_comparison_says_how_it_continues(call, monkeypatch, caps
     def interrupted(*_):
         raise InterruptedBySignal(2)
 
+    monkeypatch.setattr(command, "prepare_data", lambda config: None)
     monkeypatch.setattr(command, "train_in_process", interrupted)
     assert call("--methods", "dense") == 130
     said = capsys.readouterr()

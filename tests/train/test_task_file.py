@@ -134,12 +134,13 @@ BAD = {
 }
 
 
-def test_what_check_raises_is_one_line(tmp_path, oktopk, capsys):
-    check = "    @classmethod\n    def check(cls, options):\n        {}['limit']\n\n"
-    (tmp_path / "mine.py").write_text(changed("    def loss(", f"{check}    def loss("))
+@pytest.mark.parametrize("method", ["check", "prepare"])
+def test_what_check_and_prepare_raise_is_one_line(tmp_path, oktopk, capsys, method):
+    added = f"    @classmethod\n    def {method}(cls, options):\n        {{}}['limit']\n\n"
+    (tmp_path / "mine.py").write_text(changed("    def loss(", f"{added}    def loss("))
     assert oktopk("train", "--task", str(tmp_path / "mine.py")) == 1
     said = capsys.readouterr().err
-    assert re.search(r"mine.py: line \d+: check: KeyError: 'limit'\n$", said)
+    assert re.search(rf"mine.py: line \d+: {method}: KeyError: 'limit'\n$", said)
     assert said.count("\n") == 1
 
 

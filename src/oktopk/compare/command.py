@@ -39,7 +39,7 @@ from oktopk.train.console import print_line
 from oktopk.train.flags import add_config_flag, load_with_flags
 from oktopk.train.flags import add_flags as add_train_flags
 from oktopk.train.option import number_or_auto
-from oktopk.train.preflight import check_before_start
+from oktopk.train.preflight import check_before_start, prepare_data
 from oktopk.train.run_process import (
     directory_of,
     exit_code_of,
@@ -177,6 +177,8 @@ def compare(asked: Comparison) -> int:
     if base.network and not network.is_permitted():
         sys.stderr.write(f"{network.fallback(base.network)}\n")
     timed = [timing_run(run, place) for place in asked.networks for run in wanted]
+    if not all(read_runlog(directory_of(run)).finished for run in (*wanted, *timed)):
+        prepare_data(base)
     result = partial(result_line, target=asked.target)
     runs = [(run, result) for run in wanted] + [(run, timing_line) for run in timed]
     failed, table = [], ""

@@ -129,7 +129,7 @@ def main() -> None:
         unshare = network._unshare()
         if unshare is None:
             sys.exit(f"no namespaces here: {network.why_not()}")
-        os.environ[network.INSIDE] = "groups"
+        network.mark_inside("groups")
         os.execvp(unshare[0], [*unshare, sys.executable, *sys.argv])
 
 

@@ -84,6 +84,6 @@ def stub() -> None:
         module.run_local_workers = nothing  # type: ignore[attr-defined]
     oktopk.check.job_process_group = oktopk.bench.command.job_process_group = over
     oktopk.launch.network.run_workers_in_network = nothing  # type: ignore[assignment]
-    oktopk.train.command.run_worker = nothing
+    oktopk.train.command.run_worker = oktopk.train.command.prepare_data = nothing
     oktopk.compare.command.compare = oktopk.sweep.command.sweep = nothing
     oktopk.train.tasks.speech.data.commands.synthesize_corpus = over

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from oktopk.compare.command import write_tables
+from oktopk.compare.tables import write_tables
 from oktopk.errors import RunError
 from oktopk.launch.rank_environment import SINGLE_RANK
 from oktopk.reducer import default_comm

@@ -20,7 +20,7 @@ import runlogs
 from launchers import openmpi, pbs, srun
 from mutations import ODD_VALUES, bounded_memory, damaged, odd, only
 from oktopk.compare import results
-from oktopk.compare.command import write_tables
+from oktopk.compare.tables import write_tables
 from oktopk.errors import LaunchError
 from oktopk.launch.master_endpoint import master_endpoint
 from oktopk.launch.rank_environment import read_rank_environment

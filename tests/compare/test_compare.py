@@ -15,17 +15,22 @@ import pytest
 import browser
 import runlogs
 from oktopk import cli
+from oktopk.compare import command
 from oktopk.compare.outcome import outcome
 from oktopk.compare.page import curves, losses
 from oktopk.compare.plan import plan
-from oktopk.compare.results import as_table, row
-from oktopk.report.texttable import markdown
+from oktopk.compare.results import as_table, compared, fitting, row
+from oktopk.report.texttable import aligned, markdown
 from oktopk.runlog.aggregates import cumulative_bytes, steady_steps
 from oktopk.runlog.reader import read_runlog
+from oktopk.runlog.run_directory import lock
 from oktopk.runlog.schema import MetricInfo
 from oktopk.train import run_process
 from oktopk.train.config import Config, with_settings
 from oktopk.train.config_files import load
+from oktopk.train.target import Target
+from oktopk.train.tasks.base import Metric
+from oktopk.utils.signals import InterruptedBySignal
 from speech import SMALL
 
 METRICS = [MetricInfo("wer", "WER")]
@@ -48,6 +53,7 @@ def trainer(monkeypatch):
         yield SimpleNamespace(poll=lambda: int(failed))
 
     monkeypatch.setattr(run_process, "started", started)
+    monkeypatch.setattr(command, "prepare_data", lambda config: None)
     return made
 
 
@@ -89,8 +95,9 @@ def test_all_are_trained_and_put_into_one_table(trainer, call, capsys):
         "2/3 oktopk-0.01: WER 0.210, CER 0.105, validation loss 2.100, sent 520 B, 100 ms/step"
         in out
     )
-    table = Path("runs/compare/table.md").read_text()
-    assert table in out and "state" not in table
+    assert "state" not in Path("runs/compare/table.md").read_text()
+    assert "\noktopk-0.01  0.210" in out and max(map(len, out.split("\n\n")[1].splitlines())) <= 80
+    assert "oktopk-0.01 ended with WER 0.210, and dense with 0.220; it sent " in out
     found = {one["setting"]: one for one in json.loads(Path("runs/compare/table.json").read_text())}
     assert list(found) == ["dense", "oktopk-0.01", "oktopk-0.05"]
     assert found["oktopk-0.05"]["sparse_ratio"] == 2 and found["dense"]["to_dense"] is None
@@ -133,6 +140,70 @@ def test_another_training_in_the_same_folder_is_refused_by_name(trainer, call, c
     assert trainer.names == ["dense", "dense"]
 
 
+def test_another_interval_is_another_run(trainer, call, capsys):
+    """Each method with local steps has its interval in the name, wherever it was given."""
+    methods = ("--methods", "diloco,local_steps@0.1,ddp_dense")
+    assert call(*methods, "--every", "4") == 0 and call(*methods, "--every", "2") == 0
+    assert trainer.names == [
+        *("diloco-every4", "local_steps-0.1-every4", "ddp_dense"),
+        *("diloco-every2", "local_steps-0.1-every2"),
+    ]
+    capsys.readouterr()
+    assert call("--methods", "diloco:4") == 0
+    assert "1/1 diloco-every4: WER" in capsys.readouterr().out and len(trainer.names) == 5
+
+
+def test_a_run_with_the_name_but_not_the_settings_is_refused(trainer, call, capsys):
+    assert call("--methods", "oktopk@0.1") == 0
+    stored = Path("runs/compare/oktopk-0.1/config.toml")
+    stored.write_text(stored.read_text().replace("density = 0.1", "density = 0.5"))
+    assert call("--methods", "oktopk@0.1") == 1
+    assert "was trained with density 0.5, and this is density 0.1" in capsys.readouterr().err
+
+
+def test_a_run_without_its_settings_is_refused(trainer, call, capsys):
+    assert call("--methods", "dense") == 0
+    Path("runs/compare/dense/config.toml").unlink()
+    assert call("--methods", "dense", "--lr", "0.5") == 1
+    said = capsys.readouterr().err
+    assert "runs/compare/dense: config.toml is missing: remove the folder or give another" in said
+    assert trainer.names == ["dense"]
+
+
+def test_a_race_without_methods_has_the_usual_rivals(trainer, call, capsys):
+    assert call("--until", "wer<0.3", "--every", "5") == 0
+    assert trainer.names == [
+        *("ddp_dense", "ddp_fp16", "ddp_powersgd_r4"),
+        *("diloco-every5", "oktopk-0.02", "local_steps-0.02-every5"),
+    ]
+    out = capsys.readouterr().out
+    assert out.startswith("the target is looked for every 5 epochs, when a run is validated: ")
+    assert call("--until", "wer<0.3", "--every", "5", "--validate-steps", "9", "--name", "b") == 0
+    assert "looked for" not in capsys.readouterr().out
+
+
+def test_an_interrupted_comparison_says_how_it_continues(call, monkeypatch, capsys):
+    def interrupted(*_):
+        raise InterruptedBySignal(2)
+
+    monkeypatch.setattr(command, "prepare_data", lambda config: None)
+    monkeypatch.setattr(command, "train_in_process", interrupted)
+    assert call("--methods", "dense") == 130
+    said = capsys.readouterr()
+    assert said.out.endswith(
+        "\nthe same command continues: what has finished is not trained again\n"
+    )
+    assert said.err == "oktopk: interrupted by SIGINT\n"
+
+
+def test_two_comparisons_in_one_folder(trainer, call, capsys):
+    Path("runs/compare").mkdir(parents=True)
+    with lock(Path("runs/compare")):
+        assert call("--methods", "dense") == 1
+    said = capsys.readouterr().err
+    assert "another comparison is using runs/compare: wait for it or end it, or give" in said
+
+
 def test_folders_of_others_are_left_as_they_are(trainer, call, capsys):
     """A training run's own, a sweep's, and a file where a run's folder would be."""
     runlogs.write(Path("runs/a"), runlogs.whole_run(), Config())
@@ -156,7 +227,10 @@ def test_folders_of_others_are_left_as_they_are(trainer, call, capsys):
     ("arguments", "message"),
     [
         (["--methods", "dense,oktok"], "method must be one of dense, topka"),
-        (["--densities", "0.1,x"], "--densities '0.1,x': values with commas between them"),
+        (["--densities", "0.1,x"], "--densities '0.1,x': 'x' is not a density: give numbers"),
+        (["--seeds", "a"], "--seeds 'a': 'a' is not a seed: give whole numbers with commas"),
+        (["--methods", ""], "--methods '': '' is not a method: give their names"),
+        (["--methods", "oktopk,,dense"], "--methods 'oktopk,,dense': '' is not a method"),
         (["--densities", "2"], "density must be in (0, 1], got 2.0"),
         (["--methods", "dense", "--method", "topka"], "--methods and --method: give one of them"),
         (["--metod", "dense"], "did you mean '--method'"),
@@ -166,6 +240,21 @@ def test_folders_of_others_are_left_as_they_are(trainer, call, capsys):
 def test_what_is_wrong_is_said_before_anything_runs(trainer, call, capsys, arguments, message):
     assert call(*arguments) == 2
     assert message in capsys.readouterr().err and trainer.names == []
+
+
+def test_a_file_that_cannot_be_used_has_the_exit_code_of_train(trainer, call, oktopk, capsys):
+    """1 for the data, 2 for a file that the command line names as config or task."""
+    Path("short.txt").write_text("a")
+    Path("bad.toml").write_text("lr = ")
+    for flags, code in (
+        (("--task", "text", "--data", "short.txt"), 1),
+        (("--config", "bad.toml"), 2),
+        (("--task", "none.py"), 2),
+    ):
+        assert [call(*flags), oktopk("train", *flags)] == [code, code]
+        compared, trained = capsys.readouterr().err.splitlines()
+        assert compared.removeprefix("oktopk compare") == trained.removeprefix("oktopk train")
+    assert trainer.names == []
 
 
 def test_it_refuses_to_be_started_many_times(trainer, call, monkeypatch, capsys):
@@ -283,6 +372,25 @@ def test_the_outcome_is_beside_the_dense_run(tmp_path):
     assert text.startswith("oktopk") and "ended with WER 0.300, and dense" in text
     assert "with 0.250; it sent " in text and "times fewer bytes" in text
     assert outcome(runs[:1], rows[:1], wer) == ""
+    runs, rows = zip(pairs[0], of("topka", 0.3, 300), strict=True)
+    assert "it sent 2.5 times as many bytes, and a step took" in outcome(runs, rows, wer)
+
+
+def test_a_narrow_table_has_the_important_columns_and_cuts_none(tmp_path):
+    target = Target(Metric("wer"), 0.5)
+    rows = [
+        row(read_runlog(runlogs.write(tmp_path / name, runlogs.whole_run(wer=0.2))), target)
+        for name in ("ddp_dense", "local_steps-0.1-every5")
+    ]
+    rows[1] = compared(rows[1], rows[0], "wer")
+    cells = as_table(rows, [MetricInfo("wer", "validation loss"), MetricInfo("cer", "CER")])
+    text = aligned(fitting(cells, "validation loss", 80))
+    assert [part.strip() for part in text.splitlines()[0].split("  ") if part.strip()] == [
+        *("setting", "to target", "speed-up", "sent to target", "validation loss")
+    ]
+    assert max(map(len, text.splitlines())) <= 80 and "local_steps-0.1-every5      0.4 s" in text
+    assert fitting(cells, "validation loss", 1000) == cells
+    assert fitting(cells, "validation loss", 5)[1] == ["ddp_dense"]
 
 
 def test_a_density_that_the_run_chooses():

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 import runlogs
-from oktopk.compare.command import write_tables
 from oktopk.compare.networks import check_networks, on_network, seconds_by_bytes, timing_run
+from oktopk.compare.page import where_time_went
 from oktopk.compare.plan import parse_method, plan, refuse_others
 from oktopk.compare.results import arrival, row
+from oktopk.compare.tables import write_tables
 from oktopk.errors import RunError
 from oktopk.runlog.reader import read_runlog
 from oktopk.train.config import Config, make_config
@@ -63,6 +65,7 @@ def test_tables_and_page_have_a_part_for_each_network(tmp_path):
     assert "oktopk-0.02 reached WER <= 0.5 at 50mbit:5ms first" in said
     page = (tmp_path / "compare.html").read_text()
     assert "WER against time at 50mbit:5ms" in page and "Timed at 50mbit:5ms" in page
+    assert "Where the time went at 50mbit:5ms" in page
 
 
 def test_a_short_run_has_every_kind_of_step_and_nothing_else():
@@ -73,11 +76,69 @@ def test_a_short_run_has_every_kind_of_step_and_nothing_else():
     assert not short.until and short.density == run.density
     local = timing_run(make_config(method="local_steps", every=32, warmup_steps=0), "1gbit")
     assert local.max_steps == 6 * 32
+    rare = timing_run(make_config(method="diloco", every=500, warmup_steps=0), "1gbit")
+    assert rare.max_steps == 3 * 500  # two exchanges are left out, and one is timed
+    ramp = timing_run(make_config(method="oktopk", warmup_steps=0, ramp_steps=60), "1gbit")
+    assert ramp.warmup_steps == 6
+
+
+def test_steps_of_a_kind_that_was_not_timed_are_said(tmp_path):
+    """Steps without an exchange say nothing about the time of one."""
+    config = make_config(name="diloco", method="diloco")
+    runlogs.write(tmp_path / "diloco", runlogs.whole_run(), config)
+    silent = [runlogs.step(i, warmup=0, sent=0) for i in range(8)]
+    entries = [runlogs.opening(), *silent, runlogs.end()]
+    runlogs.write(tmp_path / "timing" / "1gbit" / "diloco", entries, config)
+    said = write_tables(tmp_path, "wer", TARGET, ["1gbit"])
+    assert "timed at 1gbit" not in said
+    assert "diloco has steps that sent 100 B, and its short run at 1gbit has none above 0 B" in said
+
+
+def test_a_short_run_of_other_settings_is_refused(tmp_path):
+    run = make_config(name="oktopk-0.02", runs=str(tmp_path))
+    runlogs.write(tmp_path / run.name, runlogs.whole_run(), run)
+    place = tmp_path / "timing" / "1gbit" / run.name
+    runlogs.write(place, timing_entries(1.0, 1.0), timing_run(run, "1gbit"))
+    refuse_others(tmp_path, run, [run], ["1gbit"])
+    runlogs.write(place, timing_entries(1.0, 1.0), timing_run(replace(run, batch=99), "1gbit"))
+    refuse_others(tmp_path, run, [run], [])
+    for wanted in ([run], []):
+        with pytest.raises(RunError, match=r"timing/1gbit/oktopk-0.02 was trained with batch 99"):
+            refuse_others(tmp_path, run, wanted, ["1gbit"])
+
+
+def test_the_parts_of_a_step_are_those_of_the_network(tmp_path):
+    run = read_runlog(runlogs.write(tmp_path / "run", runlogs.whole_run()))
+    entries = timing_entries(2.0, 0.5)
+    for entry in entries[1:-1]:
+        entry["exposed"] = entry["whole"] - 0.07  # the rest as in the training
+    timing = read_runlog(runlogs.write(tmp_path / "timing", entries))
+    (figure,) = where_time_went([on_network(run, timing, "50mbit")])
+    total = sum(trace["x"][0] for trace in figure.traces)
+    assert total == pytest.approx(2 * 2.0 + 6 * 0.5)
 
 
 def test_a_network_that_is_no_rate_is_refused():
+    base = make_config()
     with pytest.raises(ValueError, match=r"network: .*fast"):
-        check_networks(["1gbit", "fast"])
+        check_networks(["1gbit", "fast"], base, [base])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"network": "1gbit"}, "--networks and --network: give one of them"),
+        ({"max_minutes": 2.0}, "--networks: the minutes of --max-minutes would be those of the tr"),
+        ({"density": "auto"}, "--networks: density = auto is measured, so x would take other"),
+        ({"group_numel": "auto"}, "--networks: group_numel = auto is measured"),
+        ({"method": "auto"}, "--networks: method = auto is measured"),
+    ],
+)
+def test_what_a_network_would_change_cannot_be_timed(settings, message):
+    base = make_config(name="x", **settings)
+    with pytest.raises(ValueError, match=message):
+        check_networks(["1gbit"], base, [base])
+    check_networks([], base, [base])
 
 
 @pytest.mark.parametrize(

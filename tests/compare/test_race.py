@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import runlogs
-from oktopk.compare.command import write_tables
 from oktopk.compare.page import where_time_went
 from oktopk.compare.progress import RunProgress
 from oktopk.compare.results import arrival, row
+from oktopk.compare.tables import write_tables
 from oktopk.compare.verdict import verdict
 from oktopk.runlog.reader import read_runlog
 from oktopk.train.config import make_config
@@ -97,5 +99,31 @@ def test_progress_says_how_far_a_run_is_and_how_long_it_may_take():
     assert progress.line() == "1/2 a: starting"
     assert progress(runlogs.records(runlogs.whole_run(wer=0.5)[:7])) is False
     assert progress.line() == (
-        "1/2 a: step 4 of 8, WER 1.000, 0.4 s of training, at most 0.2 s left, 1 more to train"
+        "1/2 a: step 4 of 8, WER 1.000, 0.4 s of training, at most 0.2 s left, 1 more to train "
+        "(at most 0.8 s in all)"
     )
+
+
+def test_progress_counts_a_resumed_run_once():
+    """Its file is written again from the last checkpoint, and read again from the beginning."""
+    progress = RunProgress("1/1 a", make_config(name="a"), 0)
+    entries = runlogs.records(runlogs.whole_run()[:7])
+    progress(entries)
+    once = progress.line()
+    progress(entries)
+    assert progress.line() == once and "0.4 s of training" in once
+    progress(runlogs.records([runlogs.opening() | {"step": 4}, runlogs.step(4)]))
+    assert "step 5 of 8, WER 1.000, 0.5 s of training" in progress.line()
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_the_line_of_a_terminal_is_one_line(monkeypatch, capsys, error):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with suppress(KeyboardInterrupt), RunProgress("1/1 a", make_config(name="a"), 3) as progress:
+        progress(runlogs.records(runlogs.whole_run()[:7]))
+        if error:
+            raise error
+    shown = "1/1 a: step 4 of 8, WER 1.000, 0.4 s of"
+    after = "\n" if error else f"\r{' ' * len(shown)}\r"
+    assert capsys.readouterr().out == f"\r{shown}{after}" and len(shown) == 39

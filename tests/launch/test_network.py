@@ -28,8 +28,11 @@ def test_rates_and_delays(text):
     [
         ("fast", "a rate is none, or as in 1gbit, 200mbit or 1.5gbit, got 'fast'"),
         ("0mbit", "got '0mbit'"),
-        ("100mbit:", "a delay is as in 20ms or 500us, got ''"),
-        ("100mbit:20", "a delay is as in 20ms or 500us, got '20' in '100mbit:20'"),
+        ("0.0001bit", "a rate is from 1kbit to 1tbit, got '0.0001bit'"),
+        ("99999999tbit", "a rate is from 1kbit to 1tbit, got '99999999tbit'"),
+        ("100mbit:", "a delay is as in 20ms or 500us, at most 10s, got ''"),
+        ("100mbit:20", "a delay is as in 20ms or 500us, at most 10s, got '20' in '100mbit:20'"),
+        ("100mbit:999999s", "at most 10s, got '999999s'"),
         ("100", "got '100'"),
     ],
 )
@@ -51,11 +54,24 @@ def test_links_are_shaped_in_both_directions_and_delayed_once(monkeypatch):
 
 
 def test_a_kernel_without_delays_is_a_clear_refusal(monkeypatch):
-    monkeypatch.delenv(network.INSIDE, raising=False)
+    monkeypatch.delenv(network.OUTSIDE, raising=False)
     monkeypatch.setattr(network, "_unshare", lambda: ["unshare"])
     monkeypatch.setattr(network, "_trial", lambda unshare, further: "netem" not in further)
     with pytest.raises(network.NetworkError, match=r"no netem.*give the rate alone, as in 50mbit"):
         network.enter([], "50mbit:20ms")
+
+
+def test_variables_alone_do_not_make_a_process_inside(monkeypatch):
+    """As root it would build the network in the namespace of the machine."""
+    monkeypatch.setenv(network.INSIDE, "50mbit")
+    assert network.inside() == ""
+    monkeypatch.setenv(network.OUTSIDE, network._namespaces())
+    assert network.inside() == ""
+    net, mounts = network._namespaces().split()
+    monkeypatch.setenv(network.OUTSIDE, f"net:[1] {mounts}")  # only the network is another
+    assert network.inside() == ""
+    monkeypatch.setenv(network.OUTSIDE, "net:[1] mnt:[1]")
+    assert network.inside() == "50mbit" and net.startswith("net:[")
 
 
 def train(tmp_path, corpus, *more: str, **variables: str) -> subprocess.CompletedProcess:

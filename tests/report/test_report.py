@@ -249,6 +249,14 @@ def command(monkeypatch, *args: str) -> int:
     return ended.value.code
 
 
+def test_a_folder_of_runs_is_not_a_run(oktopk, capsys):
+    runlogs.write(Path("runs/race/dense"), runlogs.whole_run())
+    assert oktopk("report", "race") == 2
+    said = capsys.readouterr().err
+    assert "runs/race is not a run, but has runs in it: report one of runs/race/dense" in said
+    assert not Path("runs/race/report.html").exists()
+
+
 def test_metrics_of_another_program_make_a_page_too(tmp_path):
     """For example lines of `handle.stats.as_dict()`."""
     steps = [

@@ -34,6 +34,7 @@ def test_a_target_is_a_metric_and_a_value(text, name, value):
         ("wer", "as in 'wer<0.3', got 'wer'"),
         ("", "as in 'wer<0.3', got ''"),
         ("cer<1", "no metric 'cer'; it has wer, accuracy, val_loss; did you mean 'wer'"),
+        ("los<1", "no metric 'los'; it has wer, accuracy, val_loss; did you mean 'loss'?"),
         ("accuracy<0.9", "accuracy is better when it is higher: write 'accuracy>0.9'"),
         ("wer>0.3", "wer is better when it is lower: write 'wer<0.3'"),
         ("wer<low", "'low' is not a number"),

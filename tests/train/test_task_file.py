@@ -108,11 +108,40 @@ BAD = {
         (),
         "mine.py: defaults: epochs must be a whole number, got 2.5",
     ),
-    "default's name": (changed('"epochs": 20', '"epoch": 20'), (), "mine.py: defaults: "),
+    "default's name": (
+        changed('"epochs": 20', '"epoch": 20'),
+        (),
+        "mine.py: defaults: there is no setting 'epoch'; did you mean 'epochs'?",
+    ),
+    "defaults": (
+        changed("    defaults = {", "    defaults = ['lr'] or {"),
+        (),
+        'mine.py: Regression.defaults must be a dict, as in {"lr": 0.01}',
+    ),
+    "metric twice": (
+        changed('Metric("mae",', 'Metric("mse",'),
+        (),
+        "mine.py: Regression.metrics has mse twice",
+    ),
+    "option's default": (
+        changed('1.0, "deviation', 'None, "deviation'),
+        (),
+        "cannot be imported: ValueError: the default of an option must be text, a number, True or",
+    ),
     "option": (WHOLE, ("--noise", "-1"), "noise must be at least 0, got -1.0"),
     "flag": (WHOLE, ("--nois", "1"), "unrecognized arguments: --nois 1; did you mean '--noise'?"),
     "metric": (WHOLE, ("--until", "wer<1"), "this task has no metric 'wer'; it has mse, mae"),
 }
+
+
+@pytest.mark.parametrize("method", ["check", "prepare"])
+def test_what_check_and_prepare_raise_is_one_line(tmp_path, oktopk, capsys, method):
+    added = f"    @classmethod\n    def {method}(cls, options):\n        {{}}['limit']\n\n"
+    (tmp_path / "mine.py").write_text(changed("    def loss(", f"{added}    def loss("))
+    assert oktopk("train", "--task", str(tmp_path / "mine.py")) == 1
+    said = capsys.readouterr().err
+    assert re.search(rf"mine.py: line \d+: {method}: KeyError: 'limit'\n$", said)
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from oktopk.compare import command as compare_command
+from oktopk.train import command as train_command
 from oktopk.train.tasks.images.augment import augment
 from oktopk.train.tasks.images.dataset import mean_and_deviation
 from oktopk.train.tasks.images.folders import find_images
@@ -261,6 +263,23 @@ def test_what_is_wrong_is_one_line_before_anything_starts(name, folder, tmp_path
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1, said
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_an_image_that_cannot_be_read_is_told_once_before_anything_starts(
+    command, folder, oktopk, capsys, monkeypatch
+):
+    """It is not the first one: only decoding all of them finds it."""
+    started = []
+    monkeypatch.setattr(train_command, "run_local_workers", lambda *_: started.append("workers"))
+    monkeypatch.setattr(compare_command, "train_in_process", lambda *_: started.append("a run"))
+    (folder / "train" / "ox" / "3.png").write_bytes(b"not an image")
+    assert oktopk(command, "--task", "images", "--data", str(folder)) == 1
+    decoding, said = capsys.readouterr().err.splitlines()
+    assert decoding.startswith("decoding 18 images into data/cache/")
+    assert said.startswith(f"oktopk {command}: ")
+    assert "train/ox/3.png: is not a JPEG or PNG that can be read" in said
+    assert started == []
 
 
 def test_images_of_unequal_size_are_named_and_can_be_resized(folder, tmp_path):

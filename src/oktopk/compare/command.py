@@ -8,17 +8,19 @@ took. With --networks the runs are timed on several networks, too (`compare.netw
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from shutil import get_terminal_size
+from textwrap import fill
+from typing import IO, Any
 
-from oktopk.compare.networks import TIMING, check_networks, folder_of, on_network, timing_run
-from oktopk.compare.page import Place, write_report
+from oktopk.compare.networks import check_networks, timing_run
 from oktopk.compare.plan import (
-    REPORT,
+    RACED,
     plan,
     refuse_files,
     refuse_others,
@@ -26,18 +28,18 @@ from oktopk.compare.plan import (
     refuse_sweep,
 )
 from oktopk.compare.progress import RunProgress
-from oktopk.compare.results import Row, as_plain, as_table, compared, result_line, row
-from oktopk.compare.verdict import REFERENCES, reference_of, verdict
+from oktopk.compare.results import result_line, timing_line
+from oktopk.compare.tables import write_tables
+from oktopk.errors import RunError
 from oktopk.launch import network
-from oktopk.report.texttable import markdown, show
 from oktopk.runlog.reader import RunLog, read_runlog
-from oktopk.runlog.run_directory import METRICS_FILE, lock
+from oktopk.runlog.run_directory import lock
 from oktopk.train.config import Config
 from oktopk.train.console import print_line
 from oktopk.train.flags import add_config_flag, load_with_flags
 from oktopk.train.flags import add_flags as add_train_flags
-from oktopk.train.option import AUTO, number_or_auto
-from oktopk.train.preflight import check_before_start
+from oktopk.train.option import number_or_auto
+from oktopk.train.preflight import check_before_start, prepare_data
 from oktopk.train.run_process import (
     directory_of,
     exit_code_of,
@@ -47,10 +49,21 @@ from oktopk.train.run_process import (
 )
 from oktopk.train.target import Target, parse_target
 from oktopk.train.tasks.registry import find_metric, task_type
-from oktopk.utils.files import write_atomically
 from oktopk.utils.signals import raise_on_signals
 
 NAME = "compare"
+WRONG = {
+    "methods": "is not a method: give their names with commas between them",
+    "densities": "is not a density: give numbers with commas between them, or auto",
+    "seeds": "is not a seed: give whole numbers with commas between them",
+    "networks": "is not a network: give rates with commas between them, as in 1gbit,50mbit",
+}
+"""What is said of a wrong value in a list."""
+RESOLUTION = (
+    "the target is looked for every {} epochs, when a run is validated: times to it are no finer; "
+    "--validate-steps 25 looks every 25 steps"
+)
+CONTINUED = "the same command continues: what has finished is not trained again"
 # flags that take a list, and the flag of `oktopk train` that takes one value
 LISTS = {"methods": "method", "densities": "density", "seeds": "seed"}
 
@@ -59,8 +72,8 @@ def add_flags(parser: argparse.ArgumentParser, config: Config) -> None:
     """The flags of `oktopk compare`, and all those of `oktopk train`."""
     parser.add_argument(
         "--methods",
-        help="comma-separated (default: dense and the config's); local_steps:5@0.1 exchanges every "
-        "5 steps, at density 0.1",
+        help=f"comma-separated (default: dense and the config's; with --until {','.join(RACED)}); "
+        "local_steps:5@0.1 exchanges every 5 steps, at density 0.1",
     )
     parser.add_argument("--densities", help="comma-separated (default: the config's)")
     parser.add_argument("--seeds", help="comma-separated (default: the config's)")
@@ -81,15 +94,13 @@ def command(args: argparse.Namespace) -> int:
     def act() -> int:
         base, wanted = resolve(args)
         networks = _list("networks", args.networks, str)
-        if networks and base.network:
-            raise ValueError("--networks and --network: give one of them")
-        check_networks(networks)
+        check_networks(networks, base, wanted)
         metric, target = metric_and_target(base, args.metric)
         folder = Path(base.runs)
         refuse_run(folder)
         refuse_sweep(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        with lock(folder), raise_on_signals():
+        with lock_folder(folder), raise_on_signals():
             return compare(Comparison(args.config or "", base, wanted, networks, metric, target))
 
     return exit_code_of("oktopk compare", act)
@@ -102,19 +113,25 @@ def resolve(args: argparse.Namespace) -> tuple[Config, list[Config]]:
             raise ValueError(f"--{several} and --{one}: give one of them")
     base = load_with_flags(args)
     base = replace(base, runs=str(Path(base.runs) / base.name))
-    methods = _list("methods", args.methods, str) or dict.fromkeys(["dense", base.method])
+    usual = dict.fromkeys([*(RACED if base.until else ("dense",)), base.method])
+    methods = _list("methods", args.methods, str) or usual
     densities = _list("densities", args.densities, number_or_auto(float)) or [base.density]
     seeds = _list("seeds", args.seeds, int) or [base.seed]
     return base, plan(base, methods, densities, seeds)
 
 
 def _list(name: str, text: str | None, kind: Callable[[str], Any]) -> list:
+    """The values of a flag, each once. ValueError names the one that is wrong."""
     if text is None:
         return []
-    try:
-        return list(dict.fromkeys(kind(item.strip()) for item in text.split(",")))
-    except ValueError:
-        raise ValueError(f"--{name} {text!r}: values with commas between them") from None
+    return list(dict.fromkeys(_value(name, text, item.strip(), kind) for item in text.split(",")))
+
+
+def _value(name: str, text: str, item: str, kind: Callable[[str], Any]) -> Any:
+    if item:
+        with suppress(ValueError):
+            return kind(item)
+    raise ValueError(f"--{name} {text!r}: {item!r} {WRONG[name]}")
 
 
 def metric_and_target(base: Config, asked: str | None) -> tuple[str, Target | None]:
@@ -124,6 +141,16 @@ def metric_and_target(base: Config, asked: str | None) -> tuple[str, Target | No
     if asked is None and target is not None:
         return target.metric.name, target
     return find_metric(base.task, asked).name, target
+
+
+def lock_folder(folder: Path) -> IO[str]:
+    """Keep other comparisons out of the folder for as long as the file is open."""
+    try:
+        return lock(folder)
+    except RunError as error:
+        raise RunError(
+            f"another comparison is using {folder}: wait for it or end it, or give another --name"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,99 +170,66 @@ class Comparison:
 def compare(asked: Comparison) -> int:
     """Train what is missing and write the tables. Returns 1 if a run failed."""
     base, wanted, folder = asked.base, asked.wanted, Path(asked.base.runs)
-    refuse_others(folder, base)
+    refuse_others(folder, base, wanted, asked.networks)
     refuse_files(wanted)
+    if asked.target and not base.validate_steps:
+        print_line(RESOLUTION.format(base.validate_every))
     if base.network and not network.is_permitted():
         sys.stderr.write(f"{network.fallback(base.network)}\n")
     timed = [timing_run(run, place) for place in asked.networks for run in wanted]
-    runs = [(run, asked.target) for run in wanted] + [(run, None) for run in timed]
+    if not all(read_runlog(directory_of(run)).finished for run in (*wanted, *timed)):
+        prepare_data(base)
+    result = partial(result_line, target=asked.target)
+    runs = [(run, result) for run in wanted] + [(run, timing_line) for run in timed]
     failed, table = [], ""
-    for number, (run, target) in enumerate(runs, 1):
-        shown = f"{run.name} at {run.network}" if run.network else run.name
-        place = f"{number}/{len(runs)} {shown}"
+    for number, (run, line) in enumerate(runs, 1):
+        place = f"{number}/{len(runs)} {_shown(run)}"
         try:
             progress = RunProgress(place, run, len(runs) - number)
-            if not train(asked.config, run, place, target, progress):
+            if not train(asked.config, run, place, line, progress):
                 failed.append(run)
+        except KeyboardInterrupt:
+            print_line(CONTINUED)
+            raise
         finally:  # also when the comparison is interrupted
             table = write_tables(folder, asked.metric, asked.target, asked.networks)
-    print_line("")
-    show(table)
+    print_line(f"\n{_wrapped(table)}")
     for run in failed:
-        sys.stderr.write(f"oktopk compare: {run.name} failed, see {log_of(run)}\n")
+        sys.stderr.write(f"oktopk compare: {_shown(run)} failed, see {log_of(run)}\n")
     if failed:
         sys.stderr.write("the same command tries the failed runs again, and only those\n")
     return 1 if failed else 0
 
 
+def _shown(run: Config) -> str:
+    return f"{run.name} at {run.network}" if run.network else run.name
+
+
+def _wrapped(text: str) -> str:
+    """The text with its sentences wrapped to the width of the terminal, if it is one."""
+    if not sys.stdout.isatty():
+        return text
+    width = get_terminal_size().columns
+    return "\n".join(
+        line if len(line) <= width else fill(line, width) for line in text.splitlines()
+    )
+
+
 def train(
-    config: str, run: Config, place: str, target: Target | None, progress: RunProgress
+    config: str, run: Config, place: str, line: Callable[[RunLog], str], progress: RunProgress
 ) -> bool:
-    """Train one run unless it is finished. Returns whether it finished."""
+    """Train one run unless it is finished, and print its line. Returns whether it finished."""
     directory, log = directory_of(run), log_of(run)
     log.parent.mkdir(parents=True, exist_ok=True)
     before = read_runlog(directory)
     if before.finished:
-        print_line(f"{place}: {result_line(before, target)} (trained before)")
+        print_line(f"{place}: {line(before)} (trained before)")
         return True
     print_line(f"{place}: training; to look: oktopk watch {directory}")
     with progress:
         result = train_in_process(run, config, progress)
     if result.exit_code == 0 and result.runlog.finished:
-        print_line(f"{place}: {result_line(result.runlog, target)}")
+        print_line(f"{place}: {line(result.runlog)}")
         return True
     print_line(f"{place}: failed with exit code {result.exit_code}, in {log}:\n{last_lines(log)}")
     return False
-
-
-def write_tables(
-    folder: Path, metric: str, target: Target | None, networks: Sequence[str] = ()
-) -> str:
-    """Write the tables and the report of all runs in the folder. Returns the tables as text."""
-    paths = folder.glob(f"*/{METRICS_FILE}")
-    runlogs = sorted((read_runlog(path.parent) for path in paths), key=_order)
-    if not runlogs:
-        return "no run has begun"
-    metrics = next((runlog.metrics for runlog in runlogs if runlog.metrics), [])
-    places = [Place("", runlogs, _rows(runlogs, metric, target))]
-    places += [_timed(runlogs, name, metric, target) for name in networks]
-    texts = []
-    for place in places:
-        if place.runlogs:
-            text = markdown(as_table(place.rows, metrics))
-            write_atomically(folder / f"table{place.suffix}.md", text)
-            rows = json.dumps(as_plain(place.rows), indent=1) + "\n"
-            write_atomically(folder / f"table{place.suffix}.json", rows)
-            heading = f"timed at {place.network}:" if place.network else ""
-            texts += [heading, text, verdict(place.runlogs, place.rows, target)]
-    write_report(folder / REPORT, places, metric, target)
-    return "\n".join(filter(None, [*texts, f"{folder}: table.md, table.json, {REPORT}"]))
-
-
-def _timed(runlogs: list[RunLog], name: str, metric: str, target: Target | None) -> Place:
-    """The runs whose steps were timed on a network, as they would have been there."""
-    timed = []
-    for runlog in runlogs:
-        own = runlog.directory.parent
-        timing = read_runlog(own / TIMING / folder_of(name) / runlog.directory.name)
-        if runlog.finished and timing.finished:
-            timed.append(on_network(runlog, timing, name))
-    return Place(name, timed, _rows(timed, metric, target))
-
-
-def _rows(runlogs: list[RunLog], metric: str, target: Target | None) -> list[Row]:
-    """The rows of the runs, each beside the reference run with the same seed."""
-    rows = [row(runlog, target) for runlog in runlogs]
-    found = [reference_of(runlogs, runlog) for runlog in runlogs]
-    return [
-        compared(own, None if i is None else rows[i], metric)
-        for own, i in zip(rows, found, strict=True)
-    ]
-
-
-def _order(runlog: RunLog) -> tuple[int, str, float, int]:
-    """The references first, then by method, density and seed."""
-    method = runlog.config.get("method", "")
-    density = runlog.config.get("density", 0.0)
-    rest = (0.0 if density == AUTO else density, runlog.config.get("seed", 0))
-    return (REFERENCES.index(method) if method in REFERENCES else len(REFERENCES), method, *rest)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from statistics import mean
 
@@ -18,11 +18,14 @@ import msgspec
 import numpy as np
 
 from oktopk.baselines.names import LOCAL
+from oktopk.errors import RunError
 from oktopk.launch import network as launch_network
 from oktopk.runlog.reader import RunLog
-from oktopk.runlog.schema import EndRecord, RunRecord, StepRecord, ValidationRecord
+from oktopk.runlog.schema import STEP_PARTS, EndRecord, RunRecord, StepRecord, ValidationRecord
 from oktopk.stats import PHASES
 from oktopk.train.config import LOCAL_STEPS, Config
+from oktopk.train.option import AUTO
+from oktopk.utils.units import format_bytes
 
 TIMING = "timing"
 """The folder of the short runs, below that of the comparison."""
@@ -32,13 +35,33 @@ LEFT_OUT = 2
 ROUNDS = 6
 """Exchanges of a method with local steps."""
 MOST_STEPS = 400
+"""Of a short run, unless the steps that are left out and one more need more rounds."""
+BY_THE_CLOCK = ("method", "density", "group_numel")
+"""Settings that a run decides by the time that its steps take, if they are `auto`."""
+FARTHEST = 2.0
+"""How many times more than the most bytes that were timed a step may send."""
 
 
-def check_networks(networks: list[str]) -> None:
-    """Raise if a network is none, or cannot be made on this machine."""
+def check_networks(networks: list[str], base: Config, wanted: list[Config]) -> None:
+    """Raise if a network is none, or cannot be made here, or would change the steps of a run."""
+    if not networks:
+        return
     for network in networks:
         launch_network.check_network(network)
-    if networks and not launch_network.is_permitted():
+    if base.network:
+        raise ValueError("--networks and --network: give one of them")
+    if base.max_minutes:
+        raise ValueError(
+            "--networks: the minutes of --max-minutes would be those of the training, not of the "
+            "networks: give --max-minutes 0, and --max-steps or --epochs"
+        )
+    for run, name in product(wanted, BY_THE_CLOCK):
+        if getattr(run, name) == AUTO:
+            raise ValueError(
+                f"--networks: {name} = {AUTO} is measured, so {run.name} would take other steps on "
+                "every network: give a value"
+            )
+    if not launch_network.is_permitted():
         raise ValueError(f"--networks needs namespaces: {launch_network.why_not()}")
 
 
@@ -52,11 +75,11 @@ def timing_run(run: Config, network: str) -> Config:
 
     It has a few dense steps, and one period of exact thresholds or a few rounds of local steps.
     """
+    sparse = least = LEFT_OUT + run.exact_every
     if run.method in (LOCAL_STEPS, *LOCAL):
-        sparse = ROUNDS * run.every
-    else:
-        sparse = LEFT_OUT + run.exact_every
-    warmup = min(run.warmup_steps, DENSE_STEPS)
+        sparse, least = ROUNDS * run.every, (LEFT_OUT + 1) * run.every
+    # while the density falls, steps send up to as much as dense ones: those are timed, too
+    warmup = DENSE_STEPS if run.ramp_steps else min(run.warmup_steps, DENSE_STEPS)
     return replace(
         run,
         runs=str(Path(run.runs) / TIMING / folder_of(network)),
@@ -65,7 +88,7 @@ def timing_run(run: Config, network: str) -> Config:
         max_minutes=0.0,
         warmup_steps=warmup,
         ramp_steps=0,
-        max_steps=min(warmup + sparse, MOST_STEPS),
+        max_steps=max(min(warmup + sparse, MOST_STEPS), warmup + least),
         validate_steps=0,
         checkpoint_every=0,
         probe_every=0,
@@ -73,16 +96,17 @@ def timing_run(run: Config, network: str) -> Config:
     )
 
 
-def seconds_by_bytes(timing: RunLog) -> tuple[list[float], list[float]]:
+def seconds_by_bytes(timing: RunLog, part: str = "whole") -> tuple[list[float], list[float]]:
     """Bytes of the kinds of steps that a short run has, ascending, and their mean seconds.
 
-    The kinds are dense, sparse, and, with local steps, those without an exchange.
+    The kinds are dense, sparse, and, with local steps, those without an exchange. The seconds are
+    those of whole steps, or of a part of them.
     """
     kinds: dict[tuple[str, bool], list[StepRecord]] = defaultdict(list)
     for step in timing.steps:
         kinds[step.phase, step.bytes_sent > 0].append(step)
     points = [
-        (mean(step.bytes_sent for step in steps), mean(step.whole or 0.0 for step in steps))
+        (mean(step.bytes_sent for step in steps), mean(getattr(s, part) or 0.0 for s in steps))
         for steps in (steps[LEFT_OUT:] or steps for steps in kinds.values())
     ]
     points.sort()
@@ -93,14 +117,19 @@ def on_network(runlog: RunLog, timing: RunLog, network: str) -> RunLog:
     """The run as it would have been recorded on the network of the short run.
 
     Steps whose bytes are between those of two kinds, while the density falls, take a time between
-    those of the two.
+    those of the two. RunError if steps sent far more than any that was timed.
     """
-    times = np.interp([step.bytes_sent for step in runlog.steps], *seconds_by_bytes(timing))
+    sent = [step.bytes_sent for step in runlog.steps]
+    _check_range(runlog, timing, network)
+    times = {
+        part: np.interp(sent, *seconds_by_bytes(timing, part)).tolist()
+        for part in ("whole", *STEP_PARTS)
+    }
     steps = [
-        msgspec.structs.replace(step, whole=float(seconds))
-        for step, seconds in zip(runlog.steps, times, strict=True)
+        msgspec.structs.replace(step, **{part: seconds[i] for part, seconds in times.items()})
+        for i, step in enumerate(runlog.steps)
     ]
-    until = dict(zip((step.step for step in steps), accumulate(times.tolist()), strict=True))
+    until = dict(zip((step.step for step in steps), accumulate(times["whole"]), strict=True))
     copied = RunLog(runlog.directory, runlog.config, dict(runlog.records), runlog.problems)
     copied.records[StepRecord] = list(steps)
     copied.records[ValidationRecord] = [
@@ -111,6 +140,19 @@ def on_network(runlog: RunLog, timing: RunLog, network: str) -> RunLog:
     if runlog.end is not None and runlog.end.totals:
         copied.records[EndRecord] = [_timed(runlog.end, steps)]
     return copied
+
+
+def _check_range(runlog: RunLog, timing: RunLog, network: str) -> None:
+    """RunError if the run has steps of a kind that the short run did not have."""
+    most, timed = (
+        max((step.bytes_sent for step in log.steps), default=0) for log in (runlog, timing)
+    )
+    if most > FARTHEST * timed:
+        raise RunError(
+            f"{runlog.directory.name} has steps that sent {format_bytes(most)}, and its short run "
+            f"at {network} has none above {format_bytes(timed)}: remove {timing.directory} to "
+            "time it again"
+        )
 
 
 def _timed(end: EndRecord, steps: list[StepRecord]) -> EndRecord:

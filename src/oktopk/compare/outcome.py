@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outcome of a comparison without a target: metric, bytes and time beside the dense run."""
+"""The outcome of a comparison: who reached the target, or metric, bytes and time beside dense."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from oktopk.compare.results import Row
-from oktopk.compare.verdict import network_of, reference_of
+from oktopk.compare.verdict import network_of, reference_of, verdict
 from oktopk.runlog.reader import RunLog
 from oktopk.runlog.schema import MetricInfo
+from oktopk.train.target import Target
 
 FEWER = 1.05
-"""Ratios of bytes or time below it are called equal."""
+"""Ratios of bytes below it, and above its inverse, are called equal."""
+
+
+def conclusion(
+    runlogs: Sequence[RunLog], rows: Sequence[Row], metric: MetricInfo, target: Target | None
+) -> str:
+    """The verdict of a race; without a target, how the best run ended beside its dense run."""
+    return verdict(runlogs, rows, target) or outcome(runlogs, rows, metric)
 
 
 def outcome(runlogs: Sequence[RunLog], rows: Sequence[Row], metric: MetricInfo) -> str:
@@ -35,9 +43,13 @@ def outcome(runlogs: Sequence[RunLog], rows: Sequence[Row], metric: MetricInfo) 
 
 
 def _bytes(row: Row, reference: Row) -> str:
-    """How many times fewer bytes, and how long a step took."""
+    """How many times fewer or more bytes, and how long a step took."""
     ratio = reference.bytes_sent / (row.bytes_sent or 1)
-    sent = f"{ratio:.1f} times fewer bytes" if ratio >= FEWER else "as many bytes"
+    sent = "as many bytes"
+    if ratio >= FEWER:
+        sent = f"{ratio:.1f} times fewer bytes"
+    elif 0 < ratio <= 1 / FEWER:
+        sent = f"{1 / ratio:.1f} times as many bytes"
     if not row.ms_per_step or not reference.ms_per_step:
         return sent
     times = f"{row.ms_per_step:.0f} ms instead of {reference.ms_per_step:.0f} ms"

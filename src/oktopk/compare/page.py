@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from oktopk.compare.networks import folder_of
-from oktopk.compare.outcome import outcome
+from oktopk.compare.outcome import conclusion
 from oktopk.compare.results import Row, as_table
-from oktopk.compare.verdict import verdict
 from oktopk.report.colours import PARTS
 from oktopk.report.curves import LOG, line
 from oktopk.report.downsample import FEW_POINTS, downsample
@@ -136,6 +135,8 @@ class Place:
 
     runlogs: list[RunLog]
     rows: list[Row]
+    problems: tuple[str, ...] = ()
+    """Why runs were left out."""
 
     @property
     def suffix(self) -> str:
@@ -150,18 +151,22 @@ def write_report(path: Path, places: list[Place], metric: str, target: Target | 
     metrics = next((runlog.metrics for runlog in trained.runlogs if runlog.metrics), [])
     shown = next((info for info in metrics if info.name == metric), MetricInfo(metric, metric))
     cells = as_table(trained.rows, metrics)
+    during = " in the training, which was not on these networks" if len(places) > 1 else ""
     whole: list[Block] = [table(cells[0], cells[1:])]
     sections = [
         *(_timed(place, shown, metrics, target) for place in places[1:] if place.runlogs),
         Section(_capitalized(shown.label), curves(begun, shown, target) if begun else []),
         Section("Runs", whole),
-        Section("Where the time went", where_time_went(begun) if begun else []),
+        Section(f"Where the time went{during}", where_time_went(begun) if begun else []),
         Section("Training loss", losses(begun) if begun else []),
     ]
     texts = [
-        verdict(trained.runlogs, trained.rows, target)
-        or outcome(trained.runlogs, trained.rows, shown),
-        *(verdict(place.runlogs, place.rows, target) for place in places[1:] if place.runlogs),
+        *(
+            conclusion(place.runlogs, place.rows, shown, target)
+            for place in places
+            if place is trained or place.runlogs
+        ),
+        *(problem for place in places for problem in place.problems),
         "The same training, exchanged in different ways. Bytes are those of all workers.",
     ]
     opening = "\n".join(paragraph(text, "summary") for text in texts if text)
@@ -171,10 +176,12 @@ def write_report(path: Path, places: list[Place], metric: str, target: Target | 
 def _timed(
     place: Place, metric: MetricInfo, metrics: list[MetricInfo], target: Target | None
 ) -> Section:
-    """The metric against the time that the runs would have taken on a network."""
+    """The metric against the time that the runs would have taken on a network, and its parts."""
     cells = as_table(place.rows, metrics)
-    figure = curves(place.runlogs, metric, target)[0]
-    figure = replace(
-        figure, title=f"{figure.title} at {place.network}", note=f"{TIMED} {figure.note}"
+    figures = [curves(place.runlogs, metric, target)[0], *where_time_went(place.runlogs)]
+    metric_figure, parts = (
+        replace(figure, title=f"{figure.title} at {place.network}", note=f"{TIMED} {figure.note}")
+        for figure in figures
     )
-    return Section(f"Timed at {place.network}", [figure, table(cells[0], cells[1:])])
+    blocks: list[Block] = [metric_figure, table(cells[0], cells[1:]), parts]
+    return Section(f"Timed at {place.network}", blocks)

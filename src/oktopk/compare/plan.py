@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Literal
 
 from oktopk.baselines.names import BASELINE_NAMES, LOCAL, SPARSE
+from oktopk.compare.networks import timing_run
 from oktopk.errors import RunError
 from oktopk.runlog.run_directory import CONFIG_FILE, METRICS_FILE
 from oktopk.train.config import LOCAL_STEPS, Config, changes
 from oktopk.train.config_files import load_run
 from oktopk.train.option import AUTO, number_or_auto
-from oktopk.train.run_process import IRRELEVANT_SETTINGS
+from oktopk.train.run_process import IRRELEVANT_SETTINGS, directory_of
 from oktopk.utils.units import list_some
 
+RACED = ("ddp_dense", "ddp_fp16", "ddp_powersgd_r4", "diloco", "oktopk", "local_steps")
+"""The methods of a race to a target, if none are given."""
 COMPARED = ("method", "density", "seed", "every")
 REPORT = "compare.html"
 Density = float | Literal["auto"]
@@ -37,8 +40,9 @@ def plan(
     for seed, asked, density in product(seeds, methods, densities):
         method, every, own_density = parse_method(asked)
         kept = (own_density or density) if has_density(method) else unused
+        every = every or base.every
         name = setting_name(method, kept, seed, every)
-        own = {"method": method, "density": kept, "seed": seed, "every": every or base.every}
+        own = {"method": method, "density": kept, "seed": seed, "every": every}
         runs[name] = replace(base, name=name, **own)
     return list(runs.values())
 
@@ -47,7 +51,7 @@ def parse_method(text: str) -> tuple[str, int | None, Density | None]:
     """The method, steps between exchanges and density of `local_steps:5@0.1`; None: not given."""
     rest, at, density = text.partition("@")
     method, colon, every = rest.partition(":")
-    if colon and method not in (LOCAL_STEPS, *LOCAL):
+    if colon and not has_every(method):
         names = ", ".join((LOCAL_STEPS, *LOCAL))
         raise ValueError(f"--methods {text}: only {names} take the steps between exchanges")
     if colon and not (every.isdecimal() and 0 < int(every) < MOST_EVERY):
@@ -72,14 +76,19 @@ def has_density(method: str) -> bool:
     return method in SPARSE or (method != "dense" and method not in BASELINE_NAMES)
 
 
-def setting_name(method: str, density: Density, seed: int, every: int | None = None) -> str:
-    """`dense`, `oktopk-0.02`, `local_steps-0.1-every5`, `oktopk-0.02-s1`.
+def has_every(method: str) -> bool:
+    """Whether a method takes steps between two exchanges."""
+    return method in (LOCAL_STEPS, *LOCAL)
+
+
+def setting_name(method: str, density: Density, seed: int, every: int) -> str:
+    """`dense`, `oktopk-0.02`, `diloco-every32`, `local_steps-0.1-every5`, `oktopk-0.02-s1`.
 
     A later call finds the run by this name.
     """
     shown = density if isinstance(density, str) else f"{density:g}"
     name = f"{method}-{shown}" if has_density(method) else method
-    name = f"{name}-every{every}" if every else name
+    name = f"{name}-every{every}" if has_every(method) else name
     return f"{name}-s{seed}" if seed else name
 
 
@@ -129,24 +138,58 @@ def refuse_files(wanted: Iterable[Config]) -> None:
             )
 
 
-def refuse_others(folder: Path, base: Config) -> None:
+def refuse_others(
+    folder: Path, base: Config, wanted: Iterable[Config] = (), networks: Iterable[str] = ()
+) -> None:
     """Raise if a run in the folder was trained with other settings: they cannot be compared.
+
+    The same holds for the short runs on the networks: each must have the settings of its run.
+    """
+    asked = {run.name: run for run in wanted}
+    stored = {path: _stored(path) for path in _runs_in(folder)}
+    for path, config in stored.items():
+        same = replace(base, **{name: getattr(config, name) for name in COMPARED})
+        _refuse_other(path, config, asked.get(path.name, same))
+    runs = {path.name: config for path, config in stored.items()} | asked
+    for run, network in product(runs.values(), networks):
+        timing = timing_run(replace(run, runs=str(folder)), network)
+        path = directory_of(timing)
+        if (path / METRICS_FILE).exists():
+            _refuse_other(path, _stored(path), timing)
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    found = {
+        path.parent for file in (CONFIG_FILE, METRICS_FILE) for path in folder.glob(f"*/{file}")
+    }
+    return sorted(found)
+
+
+def _stored(run: Path) -> Config:
+    """The settings of a run. Nobody knows how a run without them was trained."""
+    if not (run / CONFIG_FILE).exists():
+        raise RunError(f"{run}: {CONFIG_FILE} is missing: remove the folder or give another --name")
+    return load_run(run / CONFIG_FILE)
+
+
+def _refuse_other(run: Path, stored: Config, same: Config) -> None:
+    """Raise if a run was trained with other settings than these.
 
     A run without a target was trained to its end, so any target can be looked up in it.
     """
-    for path in sorted(folder.glob(f"*/{CONFIG_FILE}")):
-        stored = load_run(path)
-        same = replace(base, **{name: getattr(stored, name) for name in COMPARED})
-        differing = {
-            name: pair
-            for name, pair in changes(stored, same).items()
-            if name not in IRRELEVANT_SETTINGS and not (name == "until" and not stored.until)
-        }
-        if differing:
-            raise RunError(
-                f"{path.parent} was trained with {_values(differing, 0)}, and this is "
-                f"{_values(differing, 1)}: give another --name, or the flags of that run"
-            )
+    free = {
+        *IRRELEVANT_SETTINGS,
+        *(() if has_density(stored.method) else ("density",)),
+        *(() if has_every(stored.method) else ("every",)),
+        *(() if stored.until else ("until",)),
+    }
+    differing = {name: pair for name, pair in changes(stored, same).items() if name not in free}
+    if differing:
+        raise RunError(
+            f"{run} was trained with {_values(differing, 0)}, and this is "
+            f"{_values(differing, 1)}: give another --name, or the flags of that run, or remove "
+            "its folder"
+        )
 
 
 def _values(differing: dict[str, tuple], which: int) -> str:

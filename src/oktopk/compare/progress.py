@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
+from shutil import get_terminal_size
 
 from oktopk.runlog.schema import Record, RunRecord, StepRecord, ValidationRecord
 from oktopk.train.config import Config
@@ -35,7 +36,7 @@ class RunProgress:
         for record in records:
             self._take(record)
         if self._on_terminal:
-            text = self.line()
+            text = self.line()[: get_terminal_size().columns - 1]  # a line that wraps stays
             sys.stdout.write(f"\r{text:{self._width}}")
             sys.stdout.flush()
             self._width = len(text)
@@ -46,8 +47,10 @@ class RunProgress:
 
     def _take(self, record: Record) -> None:
         match record:
-            case RunRecord():  # a run that was interrupted has been read from its beginning
+            case RunRecord():
                 self._info = record
+                if record.step == 0:  # a resumed run writes its file again: count from the start
+                    self._steps, self._seconds, self._metric = 0, 0.0, ""
             case StepRecord():
                 self._steps = record.step + 1
                 self._seconds += record.whole or 0.0
@@ -76,8 +79,15 @@ class RunProgress:
             limit = "at most " if self.config.until else ""
             parts.append(f"{limit}{format_duration(left)} left")
         if self._runs_after:
-            parts.append(f"{self._runs_after} more to train")
+            parts.append(f"{self._runs_after} more to train{self._all_left(left)}")
         return f"{self.place}: {', '.join(filter(None, parts))}"
+
+    def _all_left(self, left: float | None) -> str:
+        """The time until the end of the last run, where every run has the same limit of time."""
+        if left is None or not self.config.max_minutes:
+            return ""
+        most = left + 60 * self.config.max_minutes * self._runs_after
+        return f" (at most {format_duration(most)} in all)"
 
     def _seconds_left(self, total: int | None) -> float | None:
         """Seconds of training until the last step, or until the limit of time."""
@@ -91,7 +101,8 @@ class RunProgress:
     def __enter__(self) -> RunProgress:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Remove the line; after Ctrl-C it stays, with what the terminal wrote behind it."""
         if self._on_terminal and self._width:
-            sys.stdout.write(f"\r{'':{self._width}}\r")
+            sys.stdout.write("\n" if kind else f"\r{'':{self._width}}\r")
             sys.stdout.flush()

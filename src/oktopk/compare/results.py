@@ -128,6 +128,8 @@ Column = tuple[str, Callable[[Row], Any], Callable[[Any], str]]
 
 OPTIONAL = ("to target", "speed-up", "sent to target", "to dense", "xi")
 """Columns that are left out when no run has a value."""
+IMPORTANT = ("setting", "state", "to target", "speed-up", "sent to target", "to dense", "sent")
+"""Columns that a narrow terminal shows first, in this order; the metric is the fifth."""
 
 
 def columns(metrics: Sequence[MetricInfo]) -> list[Column]:
@@ -176,6 +178,18 @@ def as_table(rows: list[Row], metrics: Sequence[MetricInfo]) -> list[list[str]]:
     return [list(cells) for cells in zip(*kept, strict=True)]
 
 
+def fitting(cells: list[list[str]], label: str, width: int, gap: int = 2) -> list[list[str]]:
+    """The most important columns that fit into a line; `label` is that of the metric to show."""
+    heads = cells[0]
+    important = [head for head in (*IMPORTANT[:4], label, *IMPORTANT[4:]) if head in heads]
+    left, kept = width + gap, set()
+    for head in dict.fromkeys([*important, *heads]):
+        needed = gap + max(len(row[heads.index(head)]) for row in cells)
+        if needed <= left or not kept:
+            left, kept = left - needed, kept | {head}
+    return [[cell for head, cell in zip(heads, row, strict=True) if head in kept] for row in cells]
+
+
 def result_line(runlog: RunLog, target: Target | None) -> str:
     """The result of a run in one line."""
     own = row(runlog, target)
@@ -193,6 +207,12 @@ def result_line(runlog: RunLog, target: Target | None) -> str:
     parts.append(f"sent {format_bytes(own.bytes_sent)}")
     parts += [f"{own.ms_per_step:.0f} ms/step"] if own.ms_per_step is not None else []
     return ", ".join(parts)
+
+
+def timing_line(runlog: RunLog) -> str:
+    """The result of a short run: only the time of its steps means anything."""
+    milliseconds = row(runlog).ms_per_step
+    return "timed" if milliseconds is None else f"{milliseconds:.0f} ms/step"
 
 
 def as_plain(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -17,14 +17,19 @@ from oktopk.errors import LaunchError
 from oktopk.launch.local_workers import run_local_workers
 
 INSIDE = "OKTOPK_NETWORK"
-"""The variable that processes inside the namespaces have."""
+"""The variable that processes inside the namespaces have: the network."""
+OUTSIDE = "OKTOPK_NETWORK_OUTSIDE"
+"""The variable with the namespaces of the process that made them."""
 SWITCH, DEVICE = "switch", "eth0"
 BURST = 131_072  # bytes; with less than a timer tick of a fast link, tbf would not reach its rate
 LATENCY = "200ms"  # of a full queue: long enough that TCP loses no packets
 UNSHAPED = "none"
 TOOLS = ("unshare", "ip", "tc")
-RATE = re.compile(r"(\d+(?:\.\d+)?)[kmgt]?bit", re.ASCII)
-DELAY = re.compile(r"(\d+(?:\.\d+)?)(?:us|ms|s)", re.ASCII)
+RATE = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)bit", re.ASCII)
+DELAY = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)", re.ASCII)
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+SLOWEST, FASTEST, LONGEST = 1e3, 1e12, 10.0
+"""Bits per second and seconds that links can have."""
 
 
 class NetworkError(LaunchError):
@@ -33,9 +38,13 @@ class NetworkError(LaunchError):
 
 def check_rate(rate: str) -> None:
     """Raise ValueError unless `tc` accepts the rate."""
+    if rate == UNSHAPED:
+        return
     found = RATE.fullmatch(rate)
-    if rate != UNSHAPED and (found is None or float(found[1]) == 0):
+    if found is None:
         raise ValueError(f"a rate is none, or as in 1gbit, 200mbit or 1.5gbit, got {rate!r}")
+    if not SLOWEST <= float(found[1]) * UNITS[found[2]] <= FASTEST:
+        raise ValueError(f"a rate is from 1kbit to 1tbit, got {rate!r}")
 
 
 def check_network(text: str) -> None:
@@ -47,8 +56,11 @@ def check_network(text: str) -> None:
         raise ValueError(f"network: {error}") from None
     if colon and rate == UNSHAPED:
         raise ValueError(f"network: a delay needs a rate, as in 1gbit:20ms, got {text!r}")
-    if colon and DELAY.fullmatch(delay) is None:
-        raise ValueError(f"network: a delay is as in 20ms or 500us, got {delay!r} in {text!r}")
+    found = DELAY.fullmatch(delay)
+    if colon and (found is None or float(found[1]) * UNITS[found[2]] > LONGEST):
+        raise ValueError(
+            f"network: a delay is as in 20ms or 500us, at most 10s, got {delay!r} in {text!r}"
+        )
 
 
 def run_workers_in_network(workers: int, argv: list[str], network: str) -> int:
@@ -94,14 +106,29 @@ def enter(argv: list[str], network: str) -> None:
             f"alone, as in {network.partition(':')[0]}"
         )
     sys.stdout.flush()
-    os.environ[INSIDE] = network
+    mark_inside(network)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it would warn that names are unknown
     os.execvp(unshare[0], [*unshare, sys.executable, "-m", "oktopk", *argv])
 
 
+def mark_inside(network: str) -> None:
+    """Set the variables of a process that `unshare` starts."""
+    os.environ |= {INSIDE: network, OUTSIDE: _namespaces()}
+
+
 def inside() -> str:
-    """The network that this process runs in; empty outside of namespaces."""
-    return os.environ.get(INSIDE, "")
+    """The network that this process runs in; empty outside of namespaces.
+
+    The variables alone are no proof: what is made here must be made in other namespaces.
+    """
+    before = os.environ.get(OUTSIDE, "").split()
+    is_outside = not before or any(space in before for space in _namespaces().split())
+    return "" if is_outside else os.environ.get(INSIDE, "")
+
+
+def _namespaces() -> str:
+    """The ids of the network and of the mounts that this process sees."""
+    return " ".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "mnt"))
 
 
 def why_not() -> str:

@@ -23,16 +23,19 @@ from oktopk.report.tensors import histograms, tensors
 from oktopk.report.times import times
 from oktopk.report.traffic import traffic
 from oktopk.runlog.reader import RunLog, read_runlog
+from oktopk.runlog.run_directory import METRICS_FILE
 from oktopk.runlog.schema import MemoryRecord, ProbeRecord, RunRecord
 from oktopk.train.config import COMMON
 from oktopk.train.option import specs_of
 from oktopk.train.tasks.registry import DEFAULT_TASK, TASKS, options_type
-from oktopk.utils.units import format_bytes
+from oktopk.utils.units import format_bytes, list_some
 
 REPORT = "report.html"
 PLAIN = str | int | float | None
 """Types of values that a table shows."""
 RUNS = Path("runs")
+SHOWN_RUNS = 12
+"""How many runs a message names."""
 SHOWN = ("oktopk", "torch", "python")
 """The versions at the top of a report; all of them are at its end."""
 
@@ -49,6 +52,9 @@ def command(args: argparse.Namespace) -> int:
     if folder is None:
         sys.stderr.write(f"oktopk report: there is no folder {args.folder}{_known()}\n")
         return 2
+    if several := several_runs(folder, "report"):
+        sys.stderr.write(f"oktopk report: {several}\n")
+        return 2
     try:
         path = report(folder, args.out)
     except OSError as error:
@@ -61,6 +67,20 @@ def command(args: argparse.Namespace) -> int:
 def find_run(path: Path) -> Path | None:
     """The directory as given, or the one of that name in runs/."""
     return next((folder for folder in (path, RUNS / path) if folder.is_dir()), None)
+
+
+def several_runs(folder: Path, verb: str) -> str:
+    """Why a folder is not one run but has runs in it, and what to do; empty if it is one."""
+    runs = [] if (folder / METRICS_FILE).exists() else runs_in(folder)
+    some = list_some(runs, SHOWN_RUNS)
+    return f"{folder} is not a run, but has runs in it: {verb} one of {some}" if runs else ""
+
+
+def runs_in(folder: Path) -> list[str]:
+    """The runs in a folder, and the comparisons and sweeps in it, which contain runs."""
+    found = {path.parent for path in folder.glob(f"*/{METRICS_FILE}")}
+    found |= {path.parent.parent for path in folder.glob(f"*/*/{METRICS_FILE}")}
+    return [str(path) for path in sorted(found)]
 
 
 def _known() -> str:

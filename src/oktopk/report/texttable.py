@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A text table that is readable in a terminal and valid Markdown."""
+"""Text tables: readable in a terminal and valid Markdown, or as narrow as they can be."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ def markdown(cells: list[list[str]]) -> str:
     return "\n".join([head, f"|{rule}|", *body]) + "\n"
 
 
+def aligned(cells: list[list[str]], gap: str = "  ") -> str:
+    """Format headings and rows in columns with nothing but a gap between them."""
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    head, *body = (gap.join(_padded(row, widths)).rstrip() for row in cells)
+    return "\n".join([head, gap.join("-" * width for width in widths), *body]) + "\n"
+
+
 def show(text: str) -> None:
     """Print a text with such tables in it, which are drawn if stdout is a terminal."""
     if not is_drawn():
@@ -31,6 +38,9 @@ def show(text: str) -> None:
 
 
 def _line(row: list[str], widths: list[int]) -> str:
+    return f"| {' | '.join(_padded(row, widths))} |"
+
+
+def _padded(row: list[str], widths: list[int]) -> list[str]:
     first, *rest = zip(row, widths, strict=True)
-    padded = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]
-    return f"| {' | '.join(padded)} |"
+    return [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]

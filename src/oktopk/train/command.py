@@ -24,7 +24,7 @@ from oktopk.runlog.run_directory import (
 from oktopk.train.config import Config
 from oktopk.train.config_files import load_run
 from oktopk.train.flags import given, load_with_flags, with_flags
-from oktopk.train.preflight import check_before_start
+from oktopk.train.preflight import check_before_start, prepare_data
 from oktopk.train.run import RESUME_ADVICE, ReportWriter, run_worker
 from oktopk.utils.files import FileError
 
@@ -53,6 +53,8 @@ def command(args: argparse.Namespace, argv: list[str], write_report: ReportWrite
         if config.network and not workers and env is None:
             sys.stderr.write(f"one worker needs no network: --network {config.network} is unused\n")
         if workers:
+            if not network.inside():  # the process outside has done it
+                prepare_data(config)
             return run_workers(workers, argv, config, args.resume)
         by_flag = given(args, config.task)
         return run_worker(config, env or SINGLE_RANK, args.resume, by_flag, write_report)

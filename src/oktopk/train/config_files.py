@@ -64,7 +64,8 @@ def _load_defaults(task: str) -> Config:
     try:
         return make_config(**({"task": task, "name": name} | dict(kind.defaults)))
     except (TypeError, ValueError) as error:
-        raise file_error(task, f"defaults: {error}") from error
+        problem = str(error).replace(f"task {task} has no", "there is no")  # the path comes first
+        raise file_error(task, f"defaults: {problem}") from error
 
 
 def task_in(name: str) -> str:

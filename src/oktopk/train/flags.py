@@ -12,6 +12,8 @@ from typing import Any
 from oktopk.train.config import Config, as_dict, specs, with_settings
 from oktopk.train.config_files import load, shipped, task_in
 from oktopk.train.option import number_or_auto, specs_of
+from oktopk.utils.files import FileError
+from oktopk.utils.flags import UsageError
 
 GROUPS = {
     "task": "run",
@@ -137,5 +139,11 @@ def with_flags(config: Config, args: argparse.Namespace) -> Config:
 
 
 def load_with_flags(args: argparse.Namespace) -> Config:
-    """The config that --config and --task ask for, with all other flags applied."""
-    return with_flags(load(args.config or "", getattr(args, "task", "")), args)
+    """The config that --config and --task ask for, with all other flags applied.
+
+    A file that they name and that cannot be used is a wrong command line.
+    """
+    try:
+        return with_flags(load(args.config or "", getattr(args, "task", "")), args)
+    except FileError as error:
+        raise UsageError(str(error)) from error

@@ -25,17 +25,35 @@ def train(run: Run, recorder: Recorder, stop: StopRequest, directory: Path) -> V
     with monitored():
         while run.progress.epoch < run.config.epochs and not finished(run):
             last = train_epoch(run, recorder, stop, directory) or last
+    if last is None:
+        recorder.print(f"nothing was left to do: {why_finished(run)}")
     return last
 
 
 def finished(run: Run) -> bool:
     """Whether the run has reached its target or a limit. All ranks find the same."""
+    return bool(reached(run))
+
+
+def reached(run: Run) -> list[str]:
+    """The target and the limits that the run has reached, and what to change to train longer."""
     config, progress = run.config, run.progress
-    return (
-        progress.target_reached
-        or (bool(config.max_steps) and progress.step >= config.max_steps)
-        or (bool(config.max_minutes) and progress.seconds >= 60 * config.max_minutes)
-    )
+    ends = {
+        f"{run.target} was reached (--until)": progress.target_reached,
+        f"{config.max_steps} steps were the limit (--max-steps)": (
+            0 < config.max_steps <= progress.step
+        ),
+        f"{config.max_minutes:g} minutes of training were the limit (--max-minutes)": (
+            0 < 60 * config.max_minutes <= progress.seconds
+        ),
+    }
+    return [why for why, is_reached in ends.items() if is_reached]
+
+
+def why_finished(run: Run) -> str:
+    """Why a run that takes no step has nothing to do."""
+    all_epochs = f"all {run.config.epochs} epochs were trained (--epochs)"
+    return " and ".join(reached(run)) or all_epochs
 
 
 def train_epoch(

@@ -35,6 +35,10 @@ def option(
     when a run is resumed, because the saved weights depend on it. A `harmless` one may change
     without a flag, because the training stays the same.
     """
+    if not isinstance(default, bool | int | float | str):
+        raise ValueError(
+            f"the default of an option must be text, a number, True or False, got {default!r}"
+        )
     metadata = {"help": text, "choices": choices or None, "bounds": bounds, "or_auto": or_auto}
     return field(default=default, metadata=metadata | {"fixed": fixed, "harmless": harmless})
 

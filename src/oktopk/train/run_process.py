@@ -23,6 +23,7 @@ from oktopk.runlog.tail import RunLogTail
 from oktopk.train.config import Config, changes
 from oktopk.train.config_files import load
 from oktopk.train.flags import as_flag
+from oktopk.utils.files import FileError
 
 SECONDS_TO_SAVE = AFTER_SIGNAL_SECONDS + 10.0
 """Seconds that a run has to save and exit; its workers have AFTER_SIGNAL_SECONDS of them."""
@@ -126,12 +127,12 @@ def exit_code_of(what: str, act: Callable[[], int]) -> int:
     _refuse_launchers()
     try:
         return act()
+    except (RunError, FileError, OSError) as error:
+        sys.stderr.write(f"{what}: {error}\n")
+        return 1
     except ValueError as error:
         sys.stderr.write(f"{what}: {error}\n")
         return 2
-    except (RunError, OSError) as error:
-        sys.stderr.write(f"{what}: {error}\n")
-        return 1
 
 
 def _refuse_launchers() -> None:

@@ -25,6 +25,7 @@ from oktopk.train.preset_options import parse_overrides
 from oktopk.train.probe import Probe
 from oktopk.train.target import Target, parse_target
 from oktopk.train.tasks.base import Task
+from oktopk.train.tasks.checks import checked, checked_task
 from oktopk.train.tasks.registry import task_type
 from oktopk.train.validate import Validation, check_evaluate
 
@@ -107,8 +108,11 @@ def prepare_task(config: Config, comm: Comm, device: torch.device, env: RankEnvi
             kind.prepare(options)
 
     all_or_raise(comm, device, "preparing the data", first)
-    task = all_or_raise(comm, device, "reading the data", lambda: kind(options, config.seed))
-    check_same_data(comm, device, options.data or "the data of the task", task.fingerprint())
+    task = all_or_raise(
+        comm, device, "reading the data", lambda: checked_task(kind(options, config.seed))
+    )
+    mark = checked(task, "fingerprint()", task.fingerprint())
+    check_same_data(comm, device, options.data or "the data of the task", mark)
     return task
 
 
@@ -163,12 +167,13 @@ def set_up(config: Config, comm: Comm, device: torch.device, env: RankEnvironmen
     planned = config.epochs * steps_per_epoch
     total = min(planned, config.max_steps) if config.max_steps else planned
     torch.manual_seed(config.seed)
-    model = task.build_model().to(device)
+    model = checked(task, "build_model()", task.build_model()).to(device)
     log_unused_options(config)
     optimizer = make_optimizer(config, task, model)
     exchange = make_exchange(config, model, optimizer, comm.size, total if comm.rank == 0 else None)
+    shows = comm.rank == 0 and config.samples > 0
     all_or_raise(
-        comm, device, "evaluating two examples", lambda: check_evaluate(task, model, device)
+        comm, device, "evaluating two examples", lambda: check_evaluate(task, model, device, shows)
     )
     torch.manual_seed((config.seed + RANK_SEEDS * (comm.rank + 1)) % 2**63)  # other dropout masks
     return Run(

@@ -83,6 +83,11 @@ def _backward(
                     f"{type(run.task).__name__}.loss must return a tensor with one value, got "
                     f"{described(loss)}"
                 )
+            if not loss.requires_grad:
+                raise RunError(
+                    f"{type(run.task).__name__}.loss returns a tensor without a gradient: compute "
+                    "it from what the model returns, without detach, item or no_grad"
+                )
         with _Timer(seconds, "backward"):
             (loss / parts).backward()
     return loss.item()

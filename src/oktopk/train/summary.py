@@ -24,9 +24,7 @@ def summary(
 ) -> str:
     """Metrics, bytes by phase compared with dense, the time, and where the files are."""
     lines = [f"finished in {format_duration(seconds)}"]
-    if result is None:
-        lines.append("nothing was left to do: raise --epochs or --max-steps to train longer")
-    else:
+    if result is not None:
         task = task_type(config.task)
         shown = (f"{m.label} {result.metrics[m.name]:.3f}" for m in task.metrics if m.shown)
         lines.append(f"{', '.join(shown)} on {result.examples} {task.unit}")

@@ -45,9 +45,10 @@ def parse_target(text: str, metrics: Sequence[Metric]) -> Target:
     names = {metric.name: metric for metric in metrics}
     metric = names.get(name) or names.get(ALIASES.get(name, ""))
     if metric is None:
-        known = ", ".join(names)
+        aliases = [alias for alias, real in ALIASES.items() if real in names]
+        hint = did_you_mean(name, [*names, *aliases])
         raise ValueError(
-            f"until: this task has no metric {name!r}; it has {known}{did_you_mean(name, names)}"
+            f"until: this task has no metric {name!r}; it has {', '.join(names)}{hint}"
         )
     wrong = "<" if metric.higher_is_better else ">"
     if sign.startswith(wrong):

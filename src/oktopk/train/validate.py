@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from oktopk.comm.communicator import Comm
 from oktopk.errors import RunError
 from oktopk.train.tasks.base import Samples, Task, described, to_device
+from oktopk.train.tasks.checks import check_summary, checked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,14 +47,22 @@ def validate(
     return Validation(metrics=task.summarize(rows), examples=len(rows), samples=shown)
 
 
-def check_evaluate(task: Task, model: nn.Module, device: torch.device) -> None:
-    """Evaluate two test examples, so that a wrong `evaluate` shows before training."""
+def check_evaluate(
+    task: Task, model: nn.Module, device: torch.device, samples: bool = False
+) -> None:
+    """Evaluate two test examples, so that a wrong `evaluate` or `summarize` shows before training.
+
+    With `samples` also that of `samples`, which one rank alone calls.
+    """
     indices = list(range(min(2, task.num_test)))
     was_training = model.training
     model.eval()
     with torch.inference_mode():
-        _rows(task, model, to_device(task.test_batch(indices), device), len(indices))
+        rows = _rows(task, model, to_device(task.test_batch(indices), device), len(indices))
+        if samples:
+            checked(task, "samples()", task.samples(model, 1))
     model.train(was_training)
+    check_summary(task, rows)
 
 
 def _rows(task: Task, model: nn.Module, batch: object, number: int) -> Tensor:

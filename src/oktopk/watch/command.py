@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oktopk.report.command import RUNS
+from oktopk.report.command import RUNS, SHOWN_RUNS, runs_in, several_runs
 from oktopk.runlog.run_directory import METRICS_FILE
 from oktopk.utils.flags import number_in_range
 from oktopk.utils.units import list_some
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 LINE_SECONDS = 3.0
 """Seconds between two lines of output, when stdout is not a terminal."""
-SHOWN_RUNS = 12
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,19 +46,7 @@ def problem(run: str, folder: Path) -> str:
     for path in (folder, Path(run)):
         if path.is_file() and not folder.is_dir():
             return f"{path} is a file: give the folder of a run"
-    runs = [] if (folder / METRICS_FILE).exists() else runs_in(folder)
-    return (
-        f"{folder} is not a run, but has runs in it: watch one of {list_some(runs, SHOWN_RUNS)}"
-        if runs
-        else ""
-    )
-
-
-def runs_in(folder: Path) -> list[str]:
-    """The runs in a folder, and the comparisons and sweeps in it, which contain runs."""
-    found = {path.parent for path in folder.glob(f"*/{METRICS_FILE}")}
-    found |= {path.parent.parent for path in folder.glob(f"*/*/{METRICS_FILE}")}
-    return [str(path) for path in sorted(found)]
+    return several_runs(folder, "watch")
 
 
 def others(folder: Path) -> str:

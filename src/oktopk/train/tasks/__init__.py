@@ -2,6 +2,7 @@
 """What `oktopk train` trains: a task has the data, the model, the loss and the metrics.
 
 base       `Task`, which every task implements, and `Metric`
+checks     what a task must return
 registry   the tasks by name, and tasks in files of users
 speech     lstman4 on AN4 or on a synthesized corpus
 text       a GPT that predicts the next character of a text

@@ -89,8 +89,8 @@ class Task(ABC):
 
     @classmethod  # noqa: B027 - there may be nothing to prepare
     def prepare(cls, options: Any) -> None:
-        """Get, check and cache the data. Called on one rank of every machine, before the others
-        read it."""
+        """Get, check and cache the data. Called before any worker starts, and again on one rank of
+        every machine before the others read it: it should find what it has cached."""
 
     @abstractmethod
     def fingerprint(self) -> str:

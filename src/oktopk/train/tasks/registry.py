@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from inspect import isabstract
@@ -14,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from oktopk.train.tasks.base import Metric, Task, TaskOptions
-from oktopk.utils.files import error_summary, file_error, is_file
+from oktopk.utils.files import FileError, error_summary, file_error, is_file
 from oktopk.utils.flags import did_you_mean
 
 DEFAULT_TASK = "speech"
@@ -151,6 +152,11 @@ def _import(file: Path) -> ModuleType:
     return module
 
 
+def task_error(path: str, what: str, error: Exception) -> FileError:
+    """The error for what a method of a task in a file raised, with the line of the file."""
+    return file_error(path, f"{what}: {error_summary(error)}", place=_line_in(Path(path), error))
+
+
 def _line_in(file: Path, error: Exception) -> str:
     """The line of the file at which an error was raised."""
     if isinstance(error, SyntaxError) and error.lineno:
@@ -173,6 +179,12 @@ def _check(path: str, task: type[Task]) -> None:
     metrics: object = getattr(task, "metrics", ())
     if not isinstance(metrics, tuple) or not metrics or {type(m) for m in metrics} != {Metric}:
         raise file_error(path, f"{name}.metrics must be a tuple of at least one Metric")
+    names = [metric.name for metric in metrics]
+    twice = [metric for metric in names if names.count(metric) > 1]
+    if twice:
+        raise file_error(path, f"{name}.metrics has {twice[0]} twice")
+    if not isinstance(task.defaults, Mapping):
+        raise file_error(path, f'{name}.defaults must be a dict, as in {{"lr": 0.01}}')
     kind: object = task.options_type
     if not isinstance(kind, type) or not issubclass(kind, TaskOptions):
         raise file_error(path, f"{name}.options_type must derive from oktopk's TaskOptions")

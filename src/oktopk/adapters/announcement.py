@@ -76,10 +76,7 @@ def describe_run(
     that go to other replicas.
     """
     numel = sum(p.numel() for p in parameters.parameters.values())
-    size = f"world size {replicas * shards}"
-    if shards > 1:
-        size += f" ({replicas} replicas of {shards} ranks each)"
-    begin = f"method {settings.method}, {size}, {numel:,} gradients"
+    begin = f"method {settings.method}, {_world(replicas, shards)}, {numel:,} gradients"
     if settings.method == "dense":
         return f"{begin}: every step is dense"
     cost = _bytes(settings, parameters, replicas, shards)
@@ -87,17 +84,22 @@ def describe_run(
 
 
 def describe_local_steps(
-    settings: Settings, parameters: ParameterLayout, size: int, every: int, density: float | str
+    settings: Settings,
+    parameters: ParameterLayout,
+    replicas: int,
+    shards: int,
+    every: int,
+    density: float | str,
 ) -> str:
     """One line: what is exchanged how often, and the bytes. `density` is what was asked for."""
     numel = sum(p.numel() for p in parameters.parameters.values())
-    begin = f"local steps, world size {size}, {numel:,} parameters"
+    begin = f"local steps, {_world(replicas, shards)}, {numel:,} parameters"
     rounds = "after every step" if every == 1 else f"every {every} steps"
     if settings.method == "dense" or settings.density == 1:
         return f"{begin}: all weight changes are exchanged {rounds}"
     kept = "auto" if isinstance(density, str) else f"{100 * density:.3g} %"
     share = f"{100 * settings.density:.3g} % from each rank, by {settings.method}"
-    exchange, dense = expected_bytes(settings, parameters, size)
+    exchange, dense = expected_bytes(settings, parameters, replicas, shards)
     if not dense:
         return f"{begin}: there is nothing to send"
     sent = exchange / every
@@ -145,6 +147,12 @@ def _bytes(settings: Settings, parameters: ParameterLayout, replicas: int, shard
         f"a step will then send about {format_bytes(sent)} per rank{where} instead of "
         f"{format_bytes(dense)} ({100 * sent / dense:.2g} %)"
     )
+
+
+def _world(replicas: int, shards: int) -> str:
+    """`world size 4 (2 replicas of 2 ranks each)`."""
+    size = f"world size {replicas * shards}"
+    return size if shards == 1 else f"{size} ({replicas} replicas of {shards} ranks each)"
 
 
 def _phases(settings: Settings) -> str:

@@ -47,7 +47,7 @@ class LocalSteps(BaseHandle[RoundDriver]):
         verbose: bool,
     ) -> None:
         super().__init__(drivers[0], connection)
-        self._announces = verbose and self.comm.rank == 0
+        self._announces = verbose and self.driver.rank == 0
         self.fragments = [Fragment(driver, connection) for driver in drivers]
         self.failure: BaseException | None = None
         """The error that ended the exchange for good; None while it is well."""
@@ -207,7 +207,7 @@ class LocalSteps(BaseHandle[RoundDriver]):
         except BaseException as error:  # Ctrl-C too: the other ranks must learn of it
             if self.failure is None:
                 self.failure = error
-                detector.abort(error, self.comm)
+                detector.abort(error, self._everyone)
             raise
 
     def _end_round(self, driver: RoundDriver) -> None:
@@ -261,7 +261,7 @@ class LocalSteps(BaseHandle[RoundDriver]):
             raise ExchangeError("another rank reported a failure")
 
     def _in_background(self, act: Callable[[], StepStats], like: Tensor) -> Job[StepStats]:
-        detector, comm = self._connection.failure_detector, self.comm
+        detector, comm = self._connection.failure_detector, self._everyone
 
         def watched() -> StepStats:
             try:

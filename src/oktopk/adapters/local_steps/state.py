@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from oktopk.adapters.local_steps.outer_step import landed
-from oktopk.engine.saved_state import DTYPES, RANKS, Saved, StateError, checked_tensors, taken_over
+from oktopk.engine.saved_state import (
+    DTYPES,
+    RANKS,
+    Saved,
+    StateError,
+    checked_tensors,
+    parse_metadata,
+    taken_over,
+)
 from oktopk.methods.state import Count
 from oktopk.sparse import acc_dtype
 from oktopk.stats import StepStats
@@ -122,6 +130,30 @@ def load(
         return _resharded(saved, rounds, taken_over(rounds, rank, world_size))
     except StateError as error:
         raise StateError(f"rank {rank}: {error}") from error.__cause__
+
+
+def check_shards(state: Any, shards: int, rank: int, world_size: int) -> None:
+    """Raise StateError for a state of other shards: a shard of a model fits no other."""
+    states = state[RANKS] if isinstance(state, dict) and RANKS in state else state
+    texts = [
+        each["metadata"]
+        for each in (states if isinstance(states, list) else [states])
+        if isinstance(each, dict) and "metadata" in each  # else `saved_state.load` raises
+    ]
+    saved = [parse_metadata(text) for text in texts]
+    numbers = {(each.world_size, each.shards) for each in saved}
+    if {1} == {shards, *(each.shards for each in saved)}:
+        return
+    if isinstance(states, list) or numbers - {(world_size, shards)}:
+        raise StateError(
+            f"rank {rank}: the state is of {_sites(saved[0].world_size, saved[0].shards)}, "
+            f"{len(saved)} of them, and this is one of {_sites(world_size, shards)}: of a model "
+            "that FSDP2 shards, each rank loads its own state, on as many ranks as saved it"
+        )
+
+
+def _sites(world_size: int, shards: int) -> str:
+    return f"{world_size} ranks with {shards} shards in a site"
 
 
 def _resharded(saved: Saved, rounds: list[Round], mine: Sequence[Round]) -> SavedLocalSteps:

@@ -141,6 +141,15 @@ class LocalSteps(BaseHandle[RoundDriver]):
         states = [fragment.state_dict() for fragment in self.fragments]
         return states[0] if len(states) == 1 else {local_state.FRAGMENTS: states}
 
+    def gathered_state_dict(self) -> dict[str, Any]:
+        """The states of all ranks, on every rank. A collective; not for a model of FSDP2."""
+        if self.driver.engine.shards.size > 1:
+            raise TypeError(
+                "the state of a model that FSDP2 shards is not gathered on one rank: let every "
+                "rank save its own, by state_dict() or save(folder)"
+            )
+        return super().gathered_state_dict()
+
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Continue where `state_dict` was taken: the same bits as a run that never stopped.
 

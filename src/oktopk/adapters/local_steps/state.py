@@ -135,25 +135,18 @@ def load(
 def check_shards(state: Any, shards: int, rank: int, world_size: int) -> None:
     """Raise StateError for a state of other shards: a shard of a model fits no other."""
     states = state[RANKS] if isinstance(state, dict) and RANKS in state else state
-    texts = [
-        each["metadata"]
-        for each in (states if isinstance(states, list) else [states])
-        if isinstance(each, dict) and "metadata" in each  # else `saved_state.load` raises
-    ]
-    saved = [parse_metadata(text) for text in texts]
-    numbers = {(each.world_size, each.shards) for each in saved}
-    if {1} == {shards, *(each.shards for each in saved)}:
-        return
-    if isinstance(states, list) or numbers - {(world_size, shards)}:
-        raise StateError(
-            f"rank {rank}: the state is of {_sites(saved[0].world_size, saved[0].shards)}, "
-            f"{len(saved)} of them, and this is one of {_sites(world_size, shards)}: of a model "
-            "that FSDP2 shards, each rank loads its own state, on as many ranks as saved it"
-        )
-
-
-def _sites(world_size: int, shards: int) -> str:
-    return f"{world_size} ranks with {shards} shards in a site"
+    is_own = not isinstance(states, list)
+    for each in [states] if is_own else states:
+        if not isinstance(each, dict) or "metadata" not in each:
+            return  # `saved_state.load` says what is missing
+        saved = parse_metadata(each["metadata"])
+        same = is_own and saved.world_size == world_size and saved.shards == shards
+        if not same and max(saved.shards, shards) > 1:
+            raise StateError(
+                f"rank {rank}: the state is of {saved.replicas} sites of {saved.shards} ranks, and "
+                f"these are {world_size // shards} of {shards}: of a model that FSDP2 shards, each "
+                "rank loads its own state, on the mesh that saved it"
+            )
 
 
 def _resharded(saved: Saved, rounds: list[Round], mine: Sequence[Round]) -> SavedLocalSteps:

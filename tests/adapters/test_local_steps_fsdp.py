@@ -288,8 +288,9 @@ def straight_and_resumed(group, at: int, how: dict) -> tuple:
     return tuple(ends)
 
 
-@pytest.mark.parametrize("how", [{}, {"method": "oktopk"}, STREAMING], ids=str)
-@pytest.mark.parametrize("at", [3, 4])
+@pytest.mark.parametrize(
+    ("at", "how"), [(3, {}), (4, {"method": "oktopk"}), (4, STREAMING)], ids=str
+)
 def test_a_resumed_run_has_the_same_bits(worlds, at, how):
     for (weights, state), (again, its) in worlds.run(4, straight_and_resumed, at, how):
         assert same(weights, again) and same_state(state, its)

@@ -203,12 +203,6 @@ def by_attach(mesh) -> None:
     oktopk.attach(shard(Net(), mesh["shard"]))
 
 
-def by_local_steps(mesh) -> None:
-    model = shard(Net(), mesh["shard"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    oktopk.local_steps(model, optimizer, group=mesh["replicate"].get_group())
-
-
 def twice(mesh) -> None:
     model = shard(Net(), mesh["shard"])
     attach(model, mesh)
@@ -360,7 +354,6 @@ REFUSED = {
     "a mesh of two dimensions": (on_a_mesh_of_two, 'fully_shard(model, mesh=mesh["shard"])'),
     "a plain module": (a_plain_module, "that fully_shard was called with, got Net"),
     "attach": (by_attach, "or oktopk.attach_fsdp(model, ...)"),
-    "local steps": (by_local_steps, "exchange gradients between sites with oktopk.attach_fsdp"),
     "attached twice": (twice, "close() its handle first"),
     "the shard group": (the_shard_group, "exactly this rank in common"),
     "a mesh as the group": (no_group, "pass the one of its dimensions"),

@@ -79,10 +79,7 @@ def describe_run(
     that go to other replicas.
     """
     numel = sum(p.numel() for p in parameters.parameters.values())
-    size = f"world size {replicas * shards}"
-    if shards > 1:
-        size += f" ({replicas} replicas of {shards} ranks each)"
-    begin = f"method {settings.method}, {size}, {numel:,} gradients"
+    begin = f"method {settings.method}, {_world(replicas, shards)}, {numel:,} gradients"
     if settings.method == "dense":
         return f"{begin}: every step is dense"
     cost = _bytes(settings, parameters, replicas, shards)
@@ -94,13 +91,14 @@ def describe_run(
 def describe_local_steps(
     settings: Settings,
     parameters: ParameterLayout,
-    size: int,
+    replicas: int,
+    shards: int,
     options: OuterOptions,
     is_auto: bool,
 ) -> str:
     """One line: what is exchanged how often, and the bytes."""
     numel, every = sum(p.numel() for p in parameters.parameters.values()), options.every
-    begin = f"local steps, world size {size}, {numel:,} parameters"
+    begin = f"local steps, {_world(replicas, shards)}, {numel:,} parameters"
     rounds = "after every step" if every == 1 else f"every {every} steps"
     rounds += f" in {options.fragments} fragments" if options.fragments > 1 else ""
     rounds += f", applied {options.delay} steps later" if options.delay else ""
@@ -109,7 +107,7 @@ def describe_local_steps(
     kept = f"{100 * settings.density:.3g} %"
     kept = f"auto, at first {kept}," if is_auto else kept
     share = f"{100 * settings.rank_density(settings.density):.3g} % from each rank"
-    exchange, dense = expected_bytes(settings, parameters, size)
+    exchange, dense = expected_bytes(settings, parameters, replicas, shards)
     if not dense:
         return f"{begin}: there is nothing to send"
     sent = exchange / every
@@ -164,6 +162,12 @@ def _bytes(settings: Settings, parameters: ParameterLayout, replicas: int, shard
         f"a step will then send about {format_bytes(sent)} per rank{where} instead of "
         f"{format_bytes(dense)} ({_percent(sent, dense)})"
     )
+
+
+def _world(replicas: int, shards: int) -> str:
+    """`world size 4 (2 replicas of 2 ranks each)`."""
+    size = f"world size {replicas * shards}"
+    return size if shards == 1 else f"{size} ({replicas} replicas of {shards} ranks each)"
 
 
 def _phases(settings: Settings, is_auto: bool) -> str:

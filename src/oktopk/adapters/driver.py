@@ -90,7 +90,7 @@ class Driver(Generic[Parameters]):
             name: views[name].clone(memory_format=torch.contiguous_format)
             if name in views
             else torch.zeros(p.shape, dtype=acc_dtype(p), device=p.device)
-            for name, p in self.parameters.parameters.items()
+            for name, p in self.parameters.stored().items()
         }
 
     def set_layout(self, layout: Layout, residuals: dict[str, Tensor]) -> None:

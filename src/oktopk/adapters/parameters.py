@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from copy import copy
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -59,14 +61,21 @@ class ParameterLayout:
         """What this rank stores of the parameters, by name."""
         return self.parameters
 
-    def part(self, names: Collection[str]) -> ParameterLayout:
+    def part(self, names: Collection[str]) -> Self:
         """The layout of some of the trained parameters, beside all that are frozen."""
-        kept = {
-            name: p
+        part = copy(self)
+        part._names = {
+            p: name
             for p, name in self._names.items()
             if name in names or name not in self.parameters
         }
-        return ParameterLayout(kept, self._policy, may_be_unused=self._may_be_unused)
+        part.parameters = {name: p for name, p in self.parameters.items() if name in names}
+        return part
+
+    @property
+    def num_sparse(self) -> int:
+        """Entries that travel sparse."""
+        return sum(self.numel(name) for name in self.parameters if not self.is_dense(name))
 
     def numel(self, name: str) -> int:
         """Entries of a parameter in its bucket."""

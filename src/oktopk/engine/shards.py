@@ -106,3 +106,9 @@ class ShardGroup:
         counts = self.comm.all_gather_header(mine, stage="shares").view(-1)
         totals = replicas.all_reduce_header(counts, stage="shares")
         return share_out(k, to_host(totals)[0], self.limits)
+
+
+def shard_group(comm: Comm, num_sparse: int, device: torch.device) -> ShardGroup:
+    """The shards of the ranks of `comm`, where this one has `num_sparse` entries. Collective."""
+    mine = to_device([num_sparse], torch.int64, device)
+    return ShardGroup(comm, to_host(comm.all_gather_header(mine, stage="start").view(-1))[0])

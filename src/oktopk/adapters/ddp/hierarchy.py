@@ -30,12 +30,11 @@ from oktopk.adapters.policy import Policy
 from oktopk.comm.communicator import Comm, equal_shares
 from oktopk.comm.replica_check import check_replicas
 from oktopk.engine.buckets import Bucket, Layout, Range
-from oktopk.engine.shards import ShardGroup
+from oktopk.engine.shards import shard_group
 from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.settings import Settings
 from oktopk.sparse import acc_dtype
 from oktopk.utils.arguments import short_repr
-from oktopk.utils.device import to_host
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Where Linux has a number that no other machine has: containers may share a host name."""
@@ -104,9 +103,7 @@ class HierarchicalDriver(StepDriver):
         options: DriverOptions,
         on_step: OnStep | None,
     ) -> None:
-        mine = torch.tensor([parameters.num_sparse], device=parameters.device)
-        limits = to_host(axes.shards.all_gather_header(mine, stage="start"))[0]
-        shards = ShardGroup(axes.shards, limits)
+        shards = shard_group(axes.shards, parameters.num_sparse, parameters.device)
         super().__init__(
             settings, axes.replicas, parameters, scaling, options, on_step, shards=shards
         )

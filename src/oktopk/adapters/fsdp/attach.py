@@ -25,7 +25,7 @@ from oktopk.adapters.connect import agree_by_store, describe_group, describe_par
 from oktopk.adapters.driver import OnStep
 from oktopk.adapters.fsdp.driver import ShardDriver
 from oktopk.adapters.fsdp.handle import FSDPHandle
-from oktopk.adapters.fsdp.modules import reshard, shard_group, sharded_modules
+from oktopk.adapters.fsdp.modules import reshard, shard_ranks, sharded_modules
 from oktopk.adapters.fsdp.parameters import ShardLayout
 from oktopk.adapters.fsdp.validation import (
     as_group,
@@ -39,7 +39,7 @@ from oktopk.adapters.policy import Policy
 from oktopk.adapters.precompile import precompile
 from oktopk.adapters.validation import check_optimizer, check_types, time_limit
 from oktopk.engine.buckets import MAX_INDEXABLE, check_indexable
-from oktopk.engine.shards import ShardGroup
+from oktopk.engine.shards import shard_group
 from oktopk.optim.presets import (
     choices_of,
     default_warmup,
@@ -48,7 +48,6 @@ from oktopk.optim.presets import (
 from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.settings import OnNonfinite, Settings
 from oktopk.utils.arguments import flag, integer
-from oktopk.utils.device import to_host
 from oktopk.wire.codec import CodecName
 
 
@@ -205,7 +204,7 @@ def _job(
     modules = sharded_modules(model)
     check_modules(modules)
     replicas = dist.get_process_group_ranks(group)
-    shards = dist.get_process_group_ranks(shard_group(modules[0]))
+    shards = shard_ranks(modules[0])
     check_grid(replicas, shards)
     return _Job(
         parameters=ShardLayout(model, modules, policy),
@@ -231,9 +230,7 @@ def _start(
     with ExitStack() as undo:  # nothing is left behind where one of these fails
         device = job.parameters.device
         axes = connect_axes(job.shards[0], job.replicas[0], job.timeout, undo, device)
-        mine = torch.tensor([job.parameters.num_sparse], device=device)
-        limits = to_host(axes.shards.all_gather_header(mine, stage="start"))[0]
-        shards = ShardGroup(axes.shards, limits)
+        shards = shard_group(axes.shards, job.parameters.num_sparse, device)
         driver = ShardDriver(
             settings,
             axes.replicas,

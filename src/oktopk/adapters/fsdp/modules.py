@@ -128,6 +128,6 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def shard_group(sharded: ShardedModule) -> dist.ProcessGroup:
-    """The ranks that have the other shards."""
-    return sharded.group.mesh_info.shard_process_group
+def shard_ranks(sharded: ShardedModule) -> list[int]:
+    """The ranks of the job that have the shards of one replica, this one among them."""
+    return dist.get_process_group_ranks(sharded.group.mesh_info.shard_process_group)

@@ -30,6 +30,7 @@ from oktopk.adapters.parameters import ParameterLayout
 from oktopk.adapters.side_stream import share
 from oktopk.comm.communicator import Comm
 from oktopk.comm.replica_check import check_replicas
+from oktopk.engine.shards import UNSHARDED, Shards
 from oktopk.settings import Settings
 from oktopk.sparse import acc_dtype
 from oktopk.stats import StepStats
@@ -68,8 +69,9 @@ class RoundDriver(Driver[ParameterLayout]):
         on_step: OnStep | None,
         budget: Budget | None = None,
         head_start: int = 0,
+        shards: Shards = UNSHARDED,
     ) -> None:
-        super().__init__(settings, comm, parameters, on_step, budget)
+        super().__init__(settings, comm, parameters, on_step, budget, shards)
         self.options = options
         self.head_start = head_start
         """Optimizer steps by which the first round is shorter, so that fragments take turns."""
@@ -96,8 +98,9 @@ class RoundDriver(Driver[ParameterLayout]):
 
     def set_anchor(self) -> None:
         """Let the present weights be the anchor. They must be the same on every rank."""
+        weights = self.parameters.stored()
         for name, view in self.views(self.anchor).items():
-            view.copy_(self.parameters.parameters[name].detach())
+            view.copy_(weights[name].detach())
 
     @property
     def is_due(self) -> bool:
@@ -129,7 +132,7 @@ class RoundDriver(Driver[ParameterLayout]):
     def launch(self, submit: Submit) -> None:
         """End the round, and exchange the weight changes in the background."""
         change, counts = self._weight_change(), self.counts
-        weights = {name: p.detach().clone() for name, p in self.parameters.parameters.items()}
+        weights = {name: p.detach().clone() for name, p in self.parameters.stored().items()}
         if self.engine.residual is not None:  # of a state, or of an exchange on this thread
             share(self.engine.residual)
         job = submit(partial(self._run, change, self.local_steps), change)
@@ -170,16 +173,16 @@ class RoundDriver(Driver[ParameterLayout]):
         """Weights after the last exchange minus weights now, flat: the outer gradient of DiLoCo."""
         self._check_frozen()
         change = torch.empty_like(self.anchor)
-        anchors = self.views(self.anchor)
+        anchors, weights = self.views(self.anchor), self.parameters.stored()
         for name, view in self.views(change).items():
-            parameter = self.parameters.parameters[name].detach()
+            parameter = weights[name].detach()
             # as this rank had it: rounded, if the parameter has fewer bits than the anchor
             view.copy_(anchors[name].to(parameter.dtype)).sub_(parameter)
         return change
 
     def _set_weights(self, stats: StepStats, launched: dict[str, Tensor] | None = None) -> None:
         """Apply an exchange, on top of the moves since the launch if it was launched."""
-        weights = {name: p.detach() for name, p in self.parameters.parameters.items()}
+        weights = {name: p.detach() for name, p in self.parameters.stored().items()}
         if stats.skipped:
             self._log_nonfinite(stats.step, launched or weights)
         if stats.skipped or launched is None:
@@ -191,8 +194,9 @@ class RoundDriver(Driver[ParameterLayout]):
 
     def return_to_anchor(self) -> None:
         """Set the weights to those after the last exchange, the same on every rank."""
+        weights = self.parameters.stored()
         for name, anchor in self.views(self.anchor).items():
-            self.parameters.parameters[name].detach().copy_(anchor)
+            weights[name].detach().copy_(anchor)
 
     def _check_replicas(self, step: int) -> None:
         """Compare the anchors: between exchanges the weights themselves differ."""

@@ -30,7 +30,7 @@ class Fragment(BaseHandle[RoundDriver]):
     def state_dict(self) -> dict[str, Any]:
         """See `LocalSteps.state_dict`."""
         driver = self.driver
-        parameters, in_flight = driver.parameters.parameters, driver.in_flight
+        parameters, in_flight = driver.parameters.stored(), driver.in_flight
         momentum = {} if driver.momentum is None else driver.views(driver.momentum)
         stats = None if in_flight is None else in_flight.job.result()
         return {
@@ -50,23 +50,26 @@ class Fragment(BaseHandle[RoundDriver]):
 
     def parse(self, state: Any) -> local_state.SavedLocalSteps:
         """This rank's part of a state; StateError if it does not fit."""
+        rank, world_size = self._place
+        local_state.check_shards(state, self.driver.engine.shards.size, rank, world_size)
         return local_state.load(
             state,
             super()._parse(state),
-            rank=self.comm.rank,
-            world_size=self.comm.size,
-            parameters=self.driver.parameters.parameters,
+            rank=rank,
+            world_size=world_size,
+            parameters=self.driver.parameters.stored(),
             mixing=self.driver.options.mixing,
         )
 
     def load_saved(self, saved: local_state.SavedLocalSteps) -> None:
         """Take over a state that was read."""
         driver, each = self.driver, saved.round
+        weights = driver.parameters.stored()
         with torch.no_grad(), driver.engine.lock:
             self._load_exchange(saved, driver.layout)
             for name, view in driver.views(driver.anchor).items():
                 view.copy_(each.anchor[name])
-                driver.parameters.parameters[name].copy_(each.weights[name])
+                weights[name].copy_(each.weights[name])
             if driver.momentum is not None:
                 driver.momentum.zero_()
                 for name, view in driver.views(driver.momentum).items():

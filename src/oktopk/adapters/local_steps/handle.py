@@ -47,7 +47,7 @@ class LocalSteps(BaseHandle[RoundDriver]):
         verbose: bool,
     ) -> None:
         super().__init__(drivers[0], connection)
-        self._announces = verbose and self.comm.rank == 0
+        self._announces = verbose and self.driver.rank == 0
         self.fragments = [Fragment(driver, connection) for driver in drivers]
         self.failure: BaseException | None = None
         """The error that ended the exchange for good; None while it is well."""
@@ -141,6 +141,15 @@ class LocalSteps(BaseHandle[RoundDriver]):
         states = [fragment.state_dict() for fragment in self.fragments]
         return states[0] if len(states) == 1 else {local_state.FRAGMENTS: states}
 
+    def gathered_state_dict(self) -> dict[str, Any]:
+        """The states of all ranks, on every rank. A collective; not for a model of FSDP2."""
+        if self.driver.engine.shards.size > 1:
+            raise TypeError(
+                "the state of a model that FSDP2 shards is not gathered on one rank: let every "
+                "rank save its own, by state_dict() or save(folder)"
+            )
+        return super().gathered_state_dict()
+
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Continue where `state_dict` was taken: the same bits as a run that never stopped.
 
@@ -207,7 +216,7 @@ class LocalSteps(BaseHandle[RoundDriver]):
         except BaseException as error:  # Ctrl-C too: the other ranks must learn of it
             if self.failure is None:
                 self.failure = error
-                detector.abort(error, self.comm)
+                detector.abort(error, self._everyone)
             raise
 
     def _end_round(self, driver: RoundDriver) -> None:
@@ -261,7 +270,7 @@ class LocalSteps(BaseHandle[RoundDriver]):
             raise ExchangeError("another rank reported a failure")
 
     def _in_background(self, act: Callable[[], StepStats], like: Tensor) -> Job[StepStats]:
-        detector, comm = self._connection.failure_detector, self.comm
+        detector, comm = self._connection.failure_detector, self._everyone
 
         def watched() -> StepStats:
             try:

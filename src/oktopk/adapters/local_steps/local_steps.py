@@ -19,31 +19,31 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from oktopk.adapters.announcement import describe_local_steps
 from oktopk.adapters.budget import AUTO, Budget, BudgetOptions, budget_options, start_budget
-from oktopk.adapters.connect import agree_by_store, connect, describe_group, describe_parameters
+from oktopk.adapters.connect import describe_parameters
 from oktopk.adapters.driver import OnStep
 from oktopk.adapters.handle import Connection
 from oktopk.adapters.local_steps.driver import RoundDriver
 from oktopk.adapters.local_steps.fragment import divide
 from oktopk.adapters.local_steps.handle import LocalSteps
 from oktopk.adapters.local_steps.outer_step import OuterOptions
-from oktopk.adapters.local_steps.validation import optimizer_of, parameters_of
+from oktopk.adapters.local_steps.ranks import Links, Ranks
+from oktopk.adapters.local_steps.validation import (
+    check_parameters,
+    check_sharded,
+    is_sharded,
+    optimizer_of,
+    parameters_of,
+)
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.adapters.policy import Policy
 from oktopk.adapters.precompile import precompile
-from oktopk.adapters.validation import (
-    check_devices,
-    check_types,
-    is_on_cuda,
-    time_limit,
-)
+from oktopk.adapters.validation import check_devices, check_types, is_on_cuda
 from oktopk.comm.broadcast import broadcast_
 from oktopk.comm.communicator import Comm
-from oktopk.comm.failure_detector import FailureDetector, NoFailureDetector
-from oktopk.comm.simulated import single_rank_comm
-from oktopk.comm.torch_transport import TorchTransport
 from oktopk.errors import ExchangeError
 from oktopk.methods import METHODS
 from oktopk.methods.base import Average
+from oktopk.optim.flat_views import local_shard
 from oktopk.settings import Settings
 from oktopk.utils.announce import announce
 from oktopk.utils.arguments import choice, flag
@@ -103,9 +103,9 @@ def local_steps(
     weights that its last exchange led to, that all ranks have in common, to the bit.
 
     Args:
-        model: any module on one device, or a `DistributedDataParallel` of the ranks of one site,
-            with `group` across sites. Only parameters that require gradients are exchanged;
-            buffers are not.
+        model: any module on one device; or a `DistributedDataParallel` of the ranks of one site, or
+            one that `fully_shard` shards over them, with `group` across sites. Only parameters that
+            require gradients are exchanged; buffers are not.
         optimizer: any optimizer, or a scheduler of it. Its state stays on each rank.
         every: optimizer steps between two exchanges.
         density: fraction of the entries that an exchange delivers, in (0, 1]; or `auto`: every rank
@@ -146,7 +146,9 @@ def local_steps(
         timeout: seconds a rank waits for the others before it raises. The last third of them, at
             most 5 s, is for finding out which rank is missing.
         group: the ranks that exchange; None is the default group, or this process alone. For a
-            group of some ranks, torch asks that each of them is in equally many groups.
+            group of some ranks, torch asks that each of them is in equally many groups. With FSDP2,
+            those that have the same shard at every site: one dimension of a mesh, of which
+            `fully_shard` has the other.
         comm: an `oktopk.Comm` to exchange over, instead of a new process group of these ranks. It
             stays open when the handle is closed, but a failed exchange closes it.
 
@@ -186,34 +188,35 @@ def local_steps(
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     if not isinstance(inner, nn.Module):
         raise TypeError(f"local_steps needs a torch.nn.Module, got {type(inner).__name__}")
-    if delay and inner is not model and is_on_cuda(inner):
+    sharded = is_sharded(inner)
+    check_sharded(sharded=sharded, comm=comm, is_auto=budget is not None)
+    if delay and (inner is not model or sharded) and is_on_cuda(inner):
         raise ValueError(
-            f"delay={delay} does not work with DistributedDataParallel on CUDA: NCCL operations of "
-            "DDP and of the exchange would run side by side, in no order; use delay=0"
+            f"delay={delay} does not work with DistributedDataParallel or FSDP2 on CUDA: their "
+            "NCCL operations and those of the exchange would run side by side, in no order; use "
+            "delay=0"
         )
     if budget is not None and isinstance(model, DistributedDataParallel) and _num_ranks(model) > 1:
         raise ValueError(
             "density='auto' does not work with DistributedDataParallel inside a site: its ranks "
             "would choose by their own clocks, and no longer have the same weights; give a density"
         )
-    parameters = parameters_of(inner, policy or Policy(), settings)
+    parameters, ranks = parameters_of(inner, group, comm, timeout, policy or Policy())
+    check_parameters(parameters, settings)
     job = _Job(
         model=inner,
         parameters=parameters,
         fragments=divide(parameters, fragments),
         optimizer=optimizer_of(optimizer, parameters),
-        group=_process_group(group, comm),
-        comm=comm,
-        timeout=time_limit(timeout),
+        ranks=ranks,
         shares_density=method == AUTO,
         verbose=verbose,
     )
     handle = _start(job, settings, options, on_step, budget)
-    if verbose and handle.comm.rank == 0:
-        size = handle.comm.size
-        announce(
-            describe_local_steps(handle.settings, parameters, size, options, budget is not None)
-        )
+    driver = handle.driver
+    if verbose and driver.rank == 0:
+        sizes, is_auto = (handle.comm.size, driver.engine.shards.size), budget is not None
+        announce(describe_local_steps(handle.settings, parameters, *sizes, options, is_auto))
     precompile(settings, parameters.parameters.values(), steps_before=every // fragments - 1)
     return handle
 
@@ -228,27 +231,11 @@ class _Job:
     """The same parameters, in parts that are exchanged one after the other."""
 
     optimizer: Optimizer
-    group: Any
-    """The process group whose store the ranks share; None for simulated ranks, or one process."""
-
-    comm: Comm | None
-    timeout: float
+    ranks: Ranks
     shares_density: bool
     """Whether the ranks share the density, instead of selecting as much each."""
 
     verbose: bool
-
-    def agree(self, values: dict[str, Any], call: str, prefix: str) -> str:
-        """Compare values with the other ranks. Without a store, only the first exchange does."""
-        if self.group is None:
-            return prefix
-        return agree_by_store(self.group, self.timeout, values, call, prefix)
-
-    def connect(self, undo: ExitStack) -> tuple[Comm, FailureDetector]:
-        if self.group is None:
-            return self.comm or single_rank_comm(), NoFailureDetector()
-        on_cuda = is_on_cuda(self.model)
-        return connect(self.group, self.timeout, self.comm, undo, on_cuda=on_cuda)
 
 
 def _start(
@@ -259,40 +246,50 @@ def _start(
     auto: BudgetOptions | None,
 ) -> LocalSteps:
     """Compare with the other ranks, connect, take over the weights, and register the hooks."""
-    described = {} if job.group is None else describe_group(job.group)
+    described = job.ranks.describe()
     backends = described.get("backend", "")
     check_devices(list(job.parameters.parameters.values()), backends, "local_steps")
     arguments = _arguments(job, settings, options, auto)
     values = arguments | described | describe_parameters(job.parameters)
-    prefix = job.agree(values, "local_steps", "oktopk.local_steps")
+    prefix = job.ranks.agree(values, "local_steps", "oktopk.local_steps")
 
     def agree_to_load(values: dict[str, Any], step: int) -> None:
-        job.agree(values, "load_state_dict", f"{prefix}.step-{step}")
+        job.ranks.agree(values, "load_state_dict", f"{prefix}.step-{step}")
 
     with ExitStack() as undo:  # nothing is left behind where one of these fails
-        comm, failure_detector = job.connect(undo)
+        links = job.ranks.connect(job.fragments, undo)
         if job.shares_density:
-            settings = replace(settings, shared_by=comm.size)
-        try:
-            broadcast_([*job.model.parameters(), *job.model.buffers()], comm, stage="start")
-            budgets = _start_budgets(job, settings, auto, comm)
-        except ExchangeError as error:
-            failure_detector.abort(error, comm)  # raises one that names the rank
-            raise
-        starts = _head_starts(options)
+            settings = replace(settings, shared_by=links.comm.size)
+        budgets = _take_over(job, settings, auto, links)
+        parts = zip(job.fragments, budgets, _head_starts(options), links.shards, strict=True)
         drivers = [
-            RoundDriver(settings, comm, parameters, options, on_step, budget, start)
-            for parameters, budget, start in zip(job.fragments, budgets, starts, strict=True)
+            RoundDriver(settings, links.comm, parameters, options, on_step, budget, start, shards)
+            for parameters, budget, start, shards in parts
         ]
         connection = Connection(
-            failure_detector=failure_detector,
+            failure_detector=links.failure_detector,
             agree_to_load=agree_to_load,
-            owns_comm=job.comm is None,
+            owns_comm=job.ranks.comm is None,
+            everyone=links.everyone,
         )
         handle = LocalSteps(drivers, connection, job.optimizer, verbose=job.verbose)
-        comm.is_attached = True
+        links.comm.is_attached = True
         undo.pop_all()
     return handle
+
+
+def _take_over(
+    job: _Job, settings: Settings, auto: BudgetOptions | None, links: Links
+) -> list[Budget | None]:
+    """Take over the weights and buffers of the first site, and start the budgets. Collective."""
+    tensors = [*job.model.parameters(), *job.model.buffers()]
+    try:
+        broadcast_(map(local_shard, tensors), links.comm, stage="start")
+        return _start_budgets(job, settings, auto, links.comm)
+    except ExchangeError as error:
+        # raises one that names the rank
+        links.failure_detector.abort(error, links.everyone)
+        raise
 
 
 def _arguments(
@@ -300,7 +297,7 @@ def _arguments(
 ) -> dict[str, Any]:
     """The arguments of `local_steps` that must be the same on every rank."""
     arguments = asdict(settings) | asdict(options) | {"shares_density": job.shares_density}
-    arguments |= {"timeout": job.timeout, "comm": job.comm is not None}
+    arguments |= {"timeout": job.ranks.timeout, "comm": job.ranks.comm is not None}
     return arguments | ({"density": AUTO, **asdict(auto)} if auto else {})
 
 
@@ -325,12 +322,3 @@ def _start_budgets(
 
 def _num_ranks(model: DistributedDataParallel) -> int:
     return dist.get_world_size(model.process_group)
-
-
-def _process_group(group: Any, comm: Comm | None) -> Any:
-    if comm is None:
-        default = dist.group.WORLD if dist.is_initialized() else None
-        return default if group is None else group
-    if not isinstance(comm.transport, TorchTransport):
-        return None
-    return comm.transport.group or dist.group.WORLD

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from oktopk.adapters.local_steps.outer_step import landed
-from oktopk.engine.saved_state import DTYPES, RANKS, Saved, StateError, checked_tensors, taken_over
+from oktopk.engine.saved_state import (
+    DTYPES,
+    RANKS,
+    Saved,
+    StateError,
+    checked_tensors,
+    parse_metadata,
+    taken_over,
+)
 from oktopk.methods.state import Count
 from oktopk.sparse import acc_dtype
 from oktopk.stats import StepStats
@@ -122,6 +130,23 @@ def load(
         return _resharded(saved, rounds, taken_over(rounds, rank, world_size))
     except StateError as error:
         raise StateError(f"rank {rank}: {error}") from error.__cause__
+
+
+def check_shards(state: Any, shards: int, rank: int, world_size: int) -> None:
+    """Raise StateError for a state of other shards: a shard of a model fits no other."""
+    states = state[RANKS] if isinstance(state, dict) and RANKS in state else state
+    is_own = not isinstance(states, list)
+    for each in [states] if is_own else states:
+        if not isinstance(each, dict) or "metadata" not in each:
+            return  # `saved_state.load` says what is missing
+        saved = parse_metadata(each["metadata"])
+        same = is_own and saved.world_size == world_size and saved.shards == shards
+        if not same and max(saved.shards, shards) > 1:
+            raise StateError(
+                f"rank {rank}: the state is of {saved.replicas} sites of {saved.shards} ranks, and "
+                f"these are {world_size // shards} of {shards}: of a model that FSDP2 shards, each "
+                "rank loads its own state, on the mesh that saved it"
+            )
 
 
 def _resharded(saved: Saved, rounds: list[Round], mine: Sequence[Round]) -> SavedLocalSteps:

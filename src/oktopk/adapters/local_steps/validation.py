@@ -3,44 +3,85 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from oktopk.adapters.local_steps.ranks import Ranks, ranks_of
 from oktopk.adapters.local_steps.step_hooks import is_hooked
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.adapters.policy import Policy
-from oktopk.adapters.validation import check_optimizer
+from oktopk.adapters.validation import check_optimizer, time_limit
+from oktopk.comm.communicator import Comm
 from oktopk.engine.buckets import MAX_INDEXABLE
 from oktopk.optim.flat_views import is_dtensor
 from oktopk.optim.residual_scaling import innermost_optimizer
 from oktopk.settings import Settings
 
 
-def parameters_of(model: nn.Module, policy: Policy, settings: Settings) -> ParameterLayout:
-    """The layout of the model's parameters; TypeError or ValueError if it cannot be exchanged."""
-    layout = ParameterLayout(dict(model.named_parameters()), policy)
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 shards a part of it. Its import takes half a second: where nobody has imported
+    it, it does not."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(each, fsdp.FSDPModule) for each in model.modules())
+
+
+def parameters_of(
+    model: nn.Module, group: Any, comm: Comm | None, timeout: float, policy: Policy
+) -> tuple[ParameterLayout, Ranks]:
+    """The layout of what a rank exchanges of the model, and with which ranks.
+
+    TypeError or ValueError if it cannot be exchanged.
+    """
+    if is_sharded(model):
+        from oktopk.adapters.local_steps.weight_shards import sharded_ranks, weight_shards
+
+        layout = weight_shards(model, policy)
+        ranks = sharded_ranks(layout, group, time_limit(timeout))
+    else:
+        layout = ParameterLayout(dict(model.named_parameters()), policy)
+        ranks = ranks_of(group, comm, time_limit(timeout))
+        for name, parameter in layout.parameters.items():
+            _refuse_dtensor(name, parameter)
+    return layout, ranks
+
+
+def check_parameters(layout: ParameterLayout, settings: Settings) -> None:
+    """Raise TypeError or ValueError for parameters that cannot be exchanged."""
     for name, parameter in layout.parameters.items():
-        _check_parameter(name, parameter)
+        _check_dtype(name, parameter)
     if not layout.parameters:
         raise ValueError("no parameter of this model requires gradients: nothing is trained")
-    numel = sum(parameter.numel() for parameter in layout.parameters.values())
+    numel = sum(layout.numel(name) for name in layout.parameters)
     if numel > MAX_INDEXABLE and settings.method != "dense":
         raise ValueError(
-            f"the model has {numel} trainable entries, and no more than {MAX_INDEXABLE} can be "
+            f"a rank has {numel} trainable entries, and no more than {MAX_INDEXABLE} can be "
             "selected together, as indices are int32: use method='dense', or freeze some parameters"
         )
-    return layout
 
 
-def _check_parameter(name: str, parameter: Tensor) -> None:
+def check_sharded(*, sharded: bool, comm: object, is_auto: bool) -> None:
+    """Raise ValueError for arguments that do not work with a model that FSDP2 shards."""
+    if sharded and is_auto:
+        raise ValueError(
+            "density='auto' does not work with FSDP2, whose ranks would choose by shard and not by "
+            "site: give a density"
+        )
+    if sharded and comm is not None:
+        raise ValueError("comm does not work with FSDP2, whose shards need one each: pass group")
+
+
+def _refuse_dtensor(name: str, parameter: Tensor) -> None:
     if is_dtensor(parameter):
         raise TypeError(
-            f"parameter {name!r} is a DTensor, which is spread over ranks: local_steps needs whole "
-            "parameters, as a plain module or DistributedDataParallel has; for a model that FSDP2 "
-            "shards inside a site, exchange gradients between sites with oktopk.attach_fsdp"
+            f"parameter {name!r} is a DTensor that fully_shard has not made (tensor parallelism): "
+            "local_steps needs a plain module, DistributedDataParallel, or FSDP2 inside a site"
         )
+
+
+def _check_dtype(name: str, parameter: Tensor) -> None:
     if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
         raise TypeError(
             f"parameter {name!r} is {parameter.dtype}: local_steps exchanges fp16, bf16, fp32 and "
@@ -53,7 +94,7 @@ def optimizer_of(optimizer: Any, parameters: ParameterLayout) -> Optimizer:
     inner = innermost_optimizer(optimizer)
     if not hasattr(inner, "register_step_post_hook"):
         raise TypeError(f"expected an optimizer or a scheduler, got {type(optimizer).__name__}")
-    advice = "make the optimizer from model.parameters(), after the model was moved to its device"
+    advice = "make it from model.parameters(), after the model was moved to its device, or sharded"
     check_optimizer(inner, parameters.parameters.values(), advice)
     if is_hooked(inner):
         raise ValueError("this optimizer has local steps already: close() their handle first")

@@ -56,7 +56,7 @@ class LocalSteps(BaseHandle[RoundDriver]):
         """The driver that finished an exchange last."""
 
         # the optimizer keeps this handle alive: the user may drop what local_steps returned
-        self._hooks = hook_steps(optimizer, self._after_step)
+        self._hook = hook_steps(optimizer, self._after_step)
         self._thread = BackgroundThread() if self.driver.options.delay else None
         self._finalizer = weakref.finalize(
             self, _end_threads, connection.failure_detector, self._thread
@@ -170,14 +170,13 @@ class LocalSteps(BaseHandle[RoundDriver]):
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Stop exchanging: remove the hooks of the optimizer and close the process group.
+        """Stop exchanging: remove the hook of the optimizer and close the process group.
 
         An exchange in flight is waited for, at most 5 s, and not applied: call `exchange` before to
         have the same weights on all ranks. A communicator that was passed to `local_steps` stays
         open.
         """
-        for hook in self._hooks:
-            hook.remove()
+        self._hook.remove()
         self._finalizer()
         for driver in self.drivers:
             driver.in_flight = None

@@ -478,7 +478,9 @@ def test_a_nan_on_one_rank_rolls_the_round_back_on_all(worlds, on_nonfinite):
         assert same(after["weights"], {n: a.float() for n, a in before["anchor"].items()})
         assert bool(told) == (on_nonfinite == "raise")
         if told:
-            assert told[0] == f"rank {rank}, step 1: a weight change had a NaN or Inf on some rank"
+            assert (
+                told[0] == f"rank {rank}, exchange 1: a weight change had a NaN or Inf on some rank"
+            )
         named = [line for line in lines if "weights of this rank are not finite" in line]
         assert len(named) == (rank == 1)
         assert not named or ("in inner.weight, " in named[0] and " and 8 more; " in named[0])

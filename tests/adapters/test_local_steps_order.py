@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 import oktopk
+from oktopk import simulate
+from rounds import same_state
 
 # Which calls count as a step.
 
@@ -56,10 +58,12 @@ class Retrying(Parent):
             raise MemoryError
 
 
-def tiny(kind=torch.optim.SGD, **more):
-    model = nn.Linear(3, 2)
+def tiny(kind=torch.optim.SGD, model=None, **more):
+    """A model whose gradients are set once and differ between ranks, its optimizer, the handle."""
+    torch.manual_seed(more["comm"].rank if "comm" in more else 0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)) if model is None else model
     for p in model.parameters():
-        p.grad = torch.ones_like(p)
+        p.grad = torch.randn_like(p)
     optimizer = kind(model.parameters(), lr=0.1)
     return model, optimizer, oktopk.local_steps(model, optimizer, verbose=False, **more)
 
@@ -101,3 +105,54 @@ def test_a_compiled_step_counts_once_and_the_exchange_is_not_traced(kind):
     finally:
         torch._dynamo.reset()
         handle.close()
+
+
+# In what order a step does its work.
+
+ORDERS = [
+    {"every": 4},
+    {"every": 4, "delay": 2},
+    {"every": 4, "fragments": 2},
+    {"every": 4, "fragments": 2, "delay": 2},
+    {"every": 4, "fragments": 4, "delay": 1},
+    {"every": 3, "fragments": 3, "delay": 2},
+]
+
+
+def saved_in_callbacks(comm, options: dict, inf_at: int) -> list[bool]:
+    """For each callback: whether the state that it saved is that after the step, and after all
+    else that it did."""
+    saved, equal = [], []
+    more = options | {"on_step": lambda _: saved.append(handle.state_dict())}
+    model, optimizer, handle = tiny(comm=comm, **more)
+    for step in range(14):
+        if step == inf_at and comm.rank == 1:
+            with torch.no_grad():
+                model[1].bias[0] = float("inf")  # which equals itself
+        optimizer.step()
+        after = handle.state_dict()
+        equal += [same_state(state, after) for state in saved]
+        saved.clear()
+    handle.exchange()
+    equal += [same_state(state, handle.state_dict()) for state in saved]
+    skipped = handle.skipped_steps
+    handle.close()
+    assert (skipped > 0) == (inf_at >= 0)
+    return equal
+
+
+@pytest.mark.parametrize("inf_at", [-1, 5, 6])
+@pytest.mark.parametrize("options", ORDERS, ids=str)
+def test_a_callback_sees_the_state_after_all_that_the_step_does(options, inf_at):
+    """All fragments have landed, were launched and rolled back: a state that is saved there is
+    bit-exact."""
+    for equal in simulate(2, lambda comm: saved_in_callbacks(comm, options, inf_at)):
+        assert len(equal) >= 4 and all(equal)
+
+
+@pytest.mark.parametrize("options", ORDERS, ids=str)
+def test_a_handle_may_be_closed_by_a_callback(options):
+    _, optimizer, handle = tiny(on_step=lambda _: handle.close(), **options)
+    for _ in range(9):
+        optimizer.step()
+    assert handle.closed and handle.step >= 1

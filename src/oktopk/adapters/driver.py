@@ -37,6 +37,9 @@ class Driver(Generic[Parameters]):
     subject = "a gradient"
     """What a step exchanges, for messages."""
 
+    unit = "step"
+    """What is counted, for messages."""
+
     def __init__(
         self,
         settings: Settings,
@@ -152,23 +155,35 @@ class Driver(Generic[Parameters]):
 
     def report(self, stats: StepStats) -> None:
         """Tell the user of a finished step: a warning if it was skipped, the callback, an error."""
+        self.tell(stats, self.engine.skipped)
+        self.raise_if_asked(stats)
+
+    def tell(self, stats: StepStats, skipped: int) -> None:
+        """Keep the statistics of a step, warn if it was skipped, one of `skipped`; call back."""
         if stats.skipped:
             log.warning(
-                "rank %d, step %d: %s had a NaN or Inf on some rank; no rank applied it "
-                "(%d steps skipped so far)",
+                "rank %d, %s %d: %s had a NaN or Inf on some rank; no rank applied it "
+                "(%d %s%s skipped so far)",
                 self.rank,
+                self.unit,
                 stats.step,
                 self.subject,
-                self.engine.skipped,
+                skipped,
+                self.unit,
+                "s" * (skipped != 1),
             )
         self.stats = stats
         if self.on_step is not None:
             self._call_back(self.on_step, stats)
-        self.engine.raise_if_asked(stats, self.subject)
+
+    def raise_if_asked(self, stats: StepStats) -> None:
+        """Raise NonfiniteError after a skipped step, if the settings say so."""
+        self.engine.raise_if_asked(stats, self.subject, self.unit)
 
     def _call_back(self, on_step: OnStep, stats: StepStats) -> None:
         """Call the user's callback. The step is finished: its error must not stop other ranks."""
         try:
             on_step(stats)
         except Exception:
-            log.exception("rank %d, step %d: on_step failed", self.comm.rank, stats.step)
+            where = self.comm.rank, self.unit, stats.step
+            log.exception("rank %d, %s %d: on_step failed", *where)

@@ -58,6 +58,7 @@ class RoundDriver(Driver[ParameterLayout]):
     """The rounds of one model on this rank."""
 
     subject = "a weight change"
+    unit = "exchange"
 
     def __init__(
         self,
@@ -119,9 +120,12 @@ class RoundDriver(Driver[ParameterLayout]):
             return self.in_flight.counts
         return self.engine.step, self.engine.skipped
 
-    def exchange(self) -> StepStats:
-        """End the round: exchange the weight changes; all ranks apply them, or none."""
-        stats = self._run(self._weight_change(), self.local_steps)
+    def exchange(self, number: int) -> StepStats:
+        """End the round: exchange the weight changes; all ranks apply them, or none.
+
+        It is the exchange of this number among those of all fragments.
+        """
+        stats = replace(self._run(self._weight_change(), self.local_steps), step=number)
         self._set_weights(stats)
         self.local_steps = 0
         return stats
@@ -136,15 +140,15 @@ class RoundDriver(Driver[ParameterLayout]):
         self.in_flight = InFlight(weights, counts, job)
         self.local_steps = 0
 
-    def land(self) -> StepStats:
-        """Wait for the exchange that was launched, and apply it."""
+    def land(self, number: int) -> StepStats:
+        """Wait for the exchange that was launched, and apply it as the one of this number."""
         assert self.in_flight is not None
         begun = perf_counter()
         stats = self.in_flight.job.result()
-        waited = perf_counter() - begun
+        stats = replace(stats, step=number, exposed=perf_counter() - begun)
         launched, self.in_flight = self.in_flight.weights, None
         self._set_weights(stats, launched)
-        return replace(stats, exposed=waited)
+        return stats
 
     def _run(self, change: Tensor, local_steps: int) -> StepStats:
         """All that is collective of an exchange. It moves the anchor and leaves the weights."""
@@ -209,15 +213,15 @@ class RoundDriver(Driver[ParameterLayout]):
                 "do: close() the handle and call local_steps again after changing requires_grad"
             )
 
-    def _log_nonfinite(self, step: int, weights: dict[str, Tensor]) -> None:
+    def _log_nonfinite(self, number: int, weights: dict[str, Tensor]) -> None:
         """Name the parameters of this rank that are not finite, before they are overwritten."""
         bad = [name for name, weight in weights.items() if not torch.isfinite(weight).all()]
         if bad:
             log.warning(
-                "rank %d, step %d: the weights of this rank are not finite in %s; they are set "
+                "rank %d, exchange %d: the weights of this rank are not finite in %s; they are set "
                 "back to those of the last exchange, and the optimizer's state is not: if it is "
                 "not finite either, reset it",
                 self.comm.rank,
-                step,
+                number,
                 ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else ""),
             )

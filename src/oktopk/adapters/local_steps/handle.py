@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -21,11 +20,14 @@ from oktopk.adapters.local_steps.fragment import Fragment
 from oktopk.adapters.local_steps.step_hooks import hook_steps
 from oktopk.comm.failure_detector import FailureDetector
 from oktopk.engine.saved_state import Exchanged
-from oktopk.errors import ExchangeError, NonfiniteError
+from oktopk.errors import ExchangeError
 from oktopk.stats import StepStats
 from oktopk.utils.announce import announce
 
 T = TypeVar("T")
+Finished = tuple[RoundDriver, StepStats]
+"""An exchange that was applied or skipped, with its number among those of all fragments."""
+
 CLOSED = "the handle of local_steps was closed: call local_steps again"
 
 
@@ -121,10 +123,14 @@ class LocalSteps(BaseHandle[RoundDriver]):
         fragments are exchanged and applied at once, so that all ranks have the same weights. A new
         round begins. Returns the statistics of the last fragment.
         """
+        finished: list[Finished] = []
         for driver in self.drivers:
             if driver.in_flight is not None:
-                self._attempt(self._land, driver)
-        return [self._attempt(self._exchange_early, driver) for driver in self.drivers][-1]
+                finished += self._attempt(self._land, driver)
+        for driver in self.drivers:
+            finished += self._attempt(self._exchange_early, driver)
+        self._report(finished)
+        return finished[-1][1]
 
     def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact resume needs, between exchanges as well as right after one.
@@ -185,14 +191,16 @@ class LocalSteps(BaseHandle[RoundDriver]):
     def _after_step(self) -> None:
         for driver in self.drivers:  # all of them, before one raises
             driver.local_steps += 1
+        finished: list[Finished] = []
         for driver in self.drivers:
             if driver.is_landing_due:
-                self._attempt(self._land, driver)
+                finished += self._attempt(self._land, driver)
             if driver.is_due:
-                self._attempt(self._end_round, driver)
+                finished += self._attempt(self._end_round, driver)
+        self._report(finished)
 
     def _attempt(self, act: Callable[[RoundDriver], T], driver: RoundDriver) -> T:
-        """Do something with a driver; an error ends the exchange on all ranks, but for NaNs."""
+        """Do something with a driver; an error ends the exchange on all ranks."""
         if self.closed:
             raise RuntimeError(CLOSED)
         detector = self._connection.failure_detector
@@ -201,53 +209,51 @@ class LocalSteps(BaseHandle[RoundDriver]):
             if self.failure is not None:
                 raise RuntimeError(f"an exchange failed before: {self.failure}") from self.failure
             return act(driver)
-        except NonfiniteError:  # the round was rolled back on all ranks: the next may succeed
-            raise
         except BaseException as error:  # Ctrl-C too: the other ranks must learn of it
             if self.failure is None:
                 self.failure = error
                 detector.abort(error, self.comm)
             raise
 
-    def _end_round(self, driver: RoundDriver) -> None:
+    def _end_round(self, driver: RoundDriver) -> list[Finished]:
         self._check_others()
         if self._thread is None:
-            self._finish(driver, driver.exchange())
-        else:
-            driver.launch(self._in_background)
+            return self._finish(driver, driver.exchange(self.step))
+        driver.launch(self._in_background)
+        return []
 
-    def _exchange_early(self, driver: RoundDriver) -> StepStats:
+    def _exchange_early(self, driver: RoundDriver) -> list[Finished]:
         self._check_others()
-        stats = driver.exchange()
+        stats = driver.exchange(self.step)
         driver.local_steps = driver.head_start
         return self._finish(driver, stats)
 
-    def _land(self, driver: RoundDriver) -> None:
-        self._finish(driver, driver.land())
+    def _land(self, driver: RoundDriver) -> list[Finished]:
+        return self._finish(driver, driver.land(self.step))
 
-    def _finish(self, driver: RoundDriver, stats: StepStats) -> StepStats:
-        """Tell of an exchange, by its number among those of all fragments."""
-        numbered = replace(stats, step=self.step - 1)
-        self._last = driver
-        try:
-            driver.report(numbered)
-        finally:
-            if stats.skipped:
-                self._roll_back_others(driver)
-                self._last = driver  # others may have landed: `stats` tells of the skip
-        return numbered
-
-    def _roll_back_others(self, driver: RoundDriver) -> None:
+    def _finish(self, driver: RoundDriver, stats: StepStats) -> list[Finished]:
         """Roll all fragments back with one that was not finite, on all ranks.
 
         Else a NaN would go from fragment to fragment: with weights that are not finite in one of
         them, the next step gives every other one such gradients too.
         """
-        for other in self.drivers:
+        finished = [(driver, stats)]
+        for other in self.drivers if stats.skipped else ():
             if other is not driver:
                 if other.in_flight is not None:
-                    self._finish(other, other.land())
+                    finished += self._land(other)
                 other.return_to_anchor()
+        return finished
+
+    def _report(self, finished: list[Finished]) -> None:
+        """Tell of exchanges. After all else that a step does: a callback may save the state."""
+        for driver, stats in finished:
+            self._last = driver
+            driver.tell(stats, self.skipped_steps)
+        for driver, stats in finished:
+            if stats.skipped:
+                self._last = driver  # others may have landed: `stats` tells of the skip
+                driver.raise_if_asked(stats)
 
     def _wait(self) -> None:
         """Wait for what is in flight, without applying it."""

@@ -156,3 +156,41 @@ def test_a_handle_may_be_closed_by_a_callback(options):
     for _ in range(9):
         optimizer.step()
     assert handle.closed and handle.step >= 1
+
+
+# What is said.
+
+
+def nan_in_both_fragments(comm) -> tuple[int, int]:
+    """The weight of the first layer is one fragment, the rest is the other."""
+    model, optimizer, handle = tiny(comm=comm, every=2, fragments=2, on_step=fail_in_the_last)
+    for parameter in (model[0].bias, model[0].weight, None, None):
+        optimizer.step()
+        if parameter is not None and comm.rank == 1:
+            with torch.no_grad():
+                parameter.fill_(float("nan"))
+    counts = handle.step, handle.skipped_steps
+    handle.close()
+    return counts
+
+
+def fail_in_the_last(stats) -> None:
+    if stats.step == 3:
+        raise KeyError
+
+
+def test_messages_number_the_exchanges_of_all_fragments(caplog):
+    assert simulate(2, nan_in_both_fragments) == [(4, 2)] * 2
+    said = [record.getMessage() for record in caplog.records]
+    skipped = "a weight change had a NaN or Inf on some rank; no rank applied it"
+    named = "the weights of this rank are not finite in"
+    expected = [
+        f"exchange 1: {named} 0.bias; they",
+        f"exchange 1: {skipped} (1 exchange skipped so far)",
+        f"exchange 2: {named} 0.weight; they",
+        f"exchange 2: {skipped} (2 exchanges skipped so far)",
+        "exchange 3: on_step failed",
+    ]
+    of_rank_1 = [line.removeprefix("rank 1, ") for line in said if line.startswith("rank 1, ")]
+    assert len(of_rank_1) == 5
+    assert all(map(str.startswith, of_rank_1, expected)), of_rank_1

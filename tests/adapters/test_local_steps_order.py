@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import oktopk
@@ -194,3 +195,71 @@ def test_messages_number_the_exchanges_of_all_fragments(caplog):
     of_rank_1 = [line.removeprefix("rank 1, ") for line in said if line.startswith("rank 1, ")]
     assert len(of_rank_1) == 5
     assert all(map(str.startswith, of_rank_1, expected)), of_rank_1
+
+
+# States that do not belong together.
+
+
+def torn(comm, options: dict) -> str:
+    """Rank 1 has saved one optimizer step later than rank 0, in the same round."""
+    _, optimizer, handle = tiny(comm=comm, **options)
+    for _ in range(5 + comm.rank):
+        optimizer.step()
+    state = handle.state_dict()
+    for _ in range(1 - comm.rank):
+        optimizer.step()
+    handle.close()
+    _, optimizer, handle = tiny(comm=comm, **options)
+    handle.load_state_dict(state)
+    try:
+        for _ in range(3):
+            optimizer.step()
+    except ValueError as error:
+        return str(error)
+    return f"no error at local step {handle.local_steps}"
+
+
+@pytest.mark.parametrize("options", [{"every": 4}, {"every": 8, "fragments": 2}], ids=str)
+def test_the_first_exchange_compares_where_the_states_of_a_round_were_saved(options):
+    for said in simulate(2, lambda comm: torn(comm, options)):
+        assert "the ranks disagree: local steps as loaded is " in said
+
+
+def load_badly(group, folder: str, wrong: str) -> list[str]:
+    """Save, let the file of rank 1 be wrong, and load: before the first step, and after some."""
+    rank, said = dist.get_rank(group), []
+    _, optimizer, handle = tiny(group=group, every=4, timeout=20.0)
+    for step in range(6):
+        optimizer.step()
+        if step == (5 if wrong == "later" and rank == 1 else 4):
+            handle.save(folder)
+    if wrong == "content" and rank == 1:
+        torch.save({"weights": {}}, f"{folder}/oktopk-1-of-2.pt")
+    dist.barrier(group)
+    handle.close()
+    _, optimizer, handle = tiny(group=group, every=4, timeout=20.0)
+    for _ in range(2):
+        try:
+            handle.load(folder)
+        except ValueError as error:
+            said.append(f"{type(error).__name__}: {error}")
+        for _ in range(5):
+            optimizer.step()
+    assert handle.step == 2
+    dist.barrier(group)
+    handle.close()
+    return said
+
+
+def test_files_of_different_steps_are_refused_by_all_ranks(worlds, tmp_path):
+    expected = "of exchange 1, local step 1 on rank 0 but of exchange 1, local step 2 on rank 1"
+    for said in worlds.run(2, load_badly, str(tmp_path), "later"):
+        assert len(said) == 2 and all(text.startswith("FileError: ") for text in said)
+        assert all("or has that of another step" in text and expected in text for text in said)
+
+
+def test_a_file_of_wrong_content_on_one_rank_is_an_error_on_all(worlds, tmp_path):
+    ranks = worlds.run(2, load_badly, str(tmp_path), "content")
+    for said, begin in zip(ranks, ("FileError: ", "StateError: rank 1: not a state"), strict=True):
+        assert len(said) == 2 and all(text.startswith(begin) for text in said)
+        assert all("local step 1 on rank 0 but refused on rank 1" in text for text in said)

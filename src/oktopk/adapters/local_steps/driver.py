@@ -78,6 +78,9 @@ class RoundDriver(Driver[ParameterLayout]):
         self.local_steps = head_start
         """Optimizer steps since the last exchange was launched."""
 
+        self.loaded_steps = head_start
+        """`local_steps` at the start, or when a state was loaded."""
+
         self.in_flight: InFlight | None = None
         """The exchange that was launched and has not landed."""
 
@@ -154,7 +157,8 @@ class RoundDriver(Driver[ParameterLayout]):
         """All that is collective of an exchange. It moves the anchor and leaves the weights."""
         begun = perf_counter()
         if not self.is_checked:
-            values = asdict(self.options) | {"local steps": local_steps}
+            steps = {"local steps": local_steps, "local steps as loaded": self.loaded_steps}
+            values = asdict(self.options) | steps
             self.check_consistency(change, **values)
         step = self.engine.begin(change)
         try:

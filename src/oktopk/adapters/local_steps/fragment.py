@@ -72,7 +72,7 @@ class Fragment(BaseHandle[RoundDriver]):
                 for name, view in driver.views(driver.momentum).items():
                     if name in each.momentum:
                         view.copy_(each.momentum[name])
-            driver.local_steps = each.local_steps
+            driver.local_steps = driver.loaded_steps = each.local_steps
             driver.in_flight = self._in_flight(each)
             driver.is_checked = False
 

@@ -19,7 +19,7 @@ from oktopk.adapters.local_steps.driver import RoundDriver
 from oktopk.adapters.local_steps.fragment import Fragment
 from oktopk.adapters.local_steps.step_hooks import hook_steps
 from oktopk.comm.failure_detector import FailureDetector
-from oktopk.engine.saved_state import Exchanged
+from oktopk.engine.saved_state import Exchanged, Saved
 from oktopk.errors import ExchangeError
 from oktopk.stats import StepStats
 from oktopk.utils.announce import announce
@@ -169,6 +169,12 @@ class LocalSteps(BaseHandle[RoundDriver]):
         parts = local_state.by_fragment(state, len(self.fragments), self.comm.rank)
         pairs = zip(self.fragments, parts, strict=True)
         return local_state.joined([fragment.parse(part) for fragment, part in pairs])
+
+    def _moment(self, saved: Saved) -> str:
+        assert isinstance(saved, local_state.SavedFragments)
+        exchanges = sum(each.metadata.engine.step for each in saved.fragments)
+        local_steps = min(each.round.local_steps for each in saved.fragments)
+        return f"of exchange {exchanges}, local step {local_steps}"
 
     @property
     def closed(self) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 
 import oktopk
 from oktopk import simulate
-from rounds import same_state
+from rounds import changes_of, same, same_state, weights_of
 
 # Which calls count as a step.
 
@@ -263,3 +263,46 @@ def test_a_file_of_wrong_content_on_one_rank_is_an_error_on_all(worlds, tmp_path
     for said, begin in zip(ranks, ("FileError: ", "StateError: rank 1: not a state"), strict=True):
         assert len(said) == 2 and all(text.startswith(begin) for text in said)
         assert all("local step 1 on rank 0 but refused on rank 1" in text for text in said)
+
+
+# Parameters of several dtypes.
+
+
+def mixed() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double())
+
+
+def saved_mixed(comm, steps: int) -> dict:
+    _, optimizer, handle = tiny(comm=comm, model=mixed(), every=4, density=0.2)
+    for _ in range(steps):
+        optimizer.step()
+    state = handle.state_dict()
+    handle.close()
+    return state
+
+
+def resumed_mixed(comm, states: list[dict]) -> tuple:
+    model, optimizer, handle = tiny(comm=comm, model=mixed(), every=4, density=0.2)
+    handle.load_state_dict(states)
+    taken_over = handle.state_dict()
+    for _ in range(5):
+        optimizer.step()
+    handle.exchange()
+    weights = weights_of(model)
+    dtypes = {residual.dtype for residual in handle.residuals.values()}
+    handle.close()
+    return taken_over, weights, dtypes
+
+
+@pytest.mark.parametrize("P", [2, 3])
+@pytest.mark.parametrize("steps", [0, 2, 4, 6])
+def test_fewer_ranks_take_over_a_model_of_several_dtypes(P, steps):
+    """The sum over ranks of what was not exchanged stays what it was, to the parameter's bits."""
+    states = simulate(4, lambda comm: saved_mixed(comm, steps))
+    ranks = simulate(P, lambda comm: resumed_mixed(comm, states))
+    assert all(same(weights, ranks[0][1]) for _, weights, _ in ranks)
+    assert all(dtypes == {torch.float64} for *_, dtypes in ranks)
+    for name, weights in states[0]["weights"].items():
+        before = sum(changes_of(state)[name] for state in states)
+        after = sum(changes_of(taken_over)[name] for taken_over, *_ in ranks)
+        torch.testing.assert_close(after, before, rtol=0, atol=8 * torch.finfo(weights.dtype).eps)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import reduce
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 
@@ -86,13 +87,19 @@ class Driver(Generic[Parameters]):
                 views |= self.parameters.views(residual, names)
             return views
 
+    @property
+    def acc_dtype(self) -> torch.dtype:
+        """Of a flat vector that holds changes of all parameters, whose dtypes may differ."""
+        dtypes = map(acc_dtype, self.parameters.parameters.values())
+        return reduce(torch.promote_types, dtypes, torch.float32)
+
     def copied_residuals(self) -> dict[str, Tensor]:
         """A copy of the residuals of all parameters, zero before the first sparse step."""
-        views = self.residuals
+        views, dtype = self.residuals, self.acc_dtype
         return {
             name: views[name].clone(memory_format=torch.contiguous_format)
             if name in views
-            else torch.zeros(p.shape, dtype=acc_dtype(p), device=p.device)
+            else torch.zeros(p.shape, dtype=dtype, device=p.device)
             for name, p in self.parameters.parameters.items()
         }
 
@@ -101,9 +108,9 @@ class Driver(Generic[Parameters]):
         self.engine.set_buckets([self.parameters.bucket(names) for names in layout])
         self.layout = layout
         if residuals:
-            like = next(iter(residuals.values()))
+            dtype = reduce(torch.promote_types, (part.dtype for part in residuals.values()))
             numel, device = self.engine.buckets.numel, self.parameters.device
-            self.engine.residual = torch.zeros(numel, dtype=like.dtype, device=device)
+            self.engine.residual = torch.zeros(numel, dtype=dtype, device=device)
             for name, view in self.residuals.items():
                 if name in residuals:
                     view.copy_(residuals[name])

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -31,7 +31,6 @@ from oktopk.adapters.side_stream import share
 from oktopk.comm.communicator import Comm
 from oktopk.comm.replica_check import check_replicas
 from oktopk.settings import Settings
-from oktopk.sparse import acc_dtype
 from oktopk.stats import StepStats
 
 log = logging.getLogger("oktopk")
@@ -85,10 +84,8 @@ class RoundDriver(Driver[ParameterLayout]):
         """The exchange that was launched and has not landed."""
 
         self.set_layout([list(parameters.parameters)], {})
-        dtypes = [acc_dtype(p) for p in parameters.parameters.values()]
         numel, device = self.engine.buckets.numel, parameters.device
-        dtype = reduce(torch.promote_types, dtypes)
-        self.anchor = torch.empty(numel, dtype=dtype, device=device)
+        self.anchor = torch.empty(numel, dtype=self.acc_dtype, device=device)
         """The weights after the last exchange, flat."""
 
         self.momentum = torch.zeros_like(self.anchor) if options.outer_momentum else None

@@ -239,8 +239,8 @@ def test_parameters_that_are_frozen_or_without_gradient(worlds):
         assert torch.equal(after["head.weight"], before["head.weight"])
         assert not torch.equal(after["branch.weight"], before["branch.weight"])
         assert names == {name for name in after if not name.startswith("head")}
-    assert "rank 1 failed in step 2: ValueError: rank 1, step 2: ['head.weight'" in ranks[0][3]
-    assert "call local_steps again after changing requires_grad" in ranks[1][3]
+    assert "rank 1 failed in step 2: ValueError: rank 1, exchange 2: ['head.weight'" in ranks[0][3]
+    assert "did not require gradients when local_steps was called: close()" in ranks[1][3]
 
 
 # Counting steps.

@@ -10,7 +10,8 @@ from torch import nn
 
 import oktopk
 from oktopk import simulate
-from rounds import changes_of, same, same_state, weights_of
+from oktopk.errors import StateError
+from rounds import changes_of, fragments_of, same, same_state, weights_of
 
 # Which calls count as a step.
 
@@ -306,3 +307,136 @@ def test_fewer_ranks_take_over_a_model_of_several_dtypes(P, steps):
         before = sum(changes_of(state)[name] for state in states)
         after = sum(changes_of(taken_over)[name] for taken_over, *_ in ranks)
         torch.testing.assert_close(after, before, rtol=0, atol=8 * torch.finfo(weights.dtype).eps)
+
+
+# A skipped exchange in flight, and another number of ranks.
+
+
+def skipped_in_flight(comm) -> dict:
+    """The first fragment is in flight, and so is the second, which was not finite on rank 1."""
+    model, optimizer, handle = tiny(comm=comm, every=4, fragments=2, delay=3, density=0.5)
+    for step in range(4):
+        if step == 3 and comm.rank == 1:
+            with torch.no_grad():
+                model[1].bias[0] = float("nan")
+        optimizer.step()
+    state = handle.state_dict()
+    handle.close()
+    return state
+
+
+def loaded(comm, states) -> dict:
+    _, _, handle = tiny(comm=comm, every=4, fragments=2, delay=3, density=0.5)
+    handle.load_state_dict(states)
+    state = handle.state_dict()
+    handle.close()
+    return state
+
+
+@pytest.mark.parametrize("P", [1, 2, 5])
+def test_a_skipped_exchange_in_flight_rolls_all_fragments_back_on_other_ranks(P):
+    states = simulate(4, skipped_in_flight)
+    assert [bool(part["launched"]) for part in fragments_of(states[0])] == [True, True]
+    ranks = simulate(P, lambda comm: loaded(comm, states))
+    for number in range(2):
+        before = [fragments_of(state)[number] for state in states]
+        after = [fragments_of(state)[number] for state in ranks]
+        for part in after:
+            assert not part["launched"] and same(part["weights"], before[0]["anchor"])
+        for name in before[0]["anchor"]:
+            total = sum(part["residuals"][name] for part in before)
+            torch.testing.assert_close(sum(part["residuals"][name] for part in after), total)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("state", [[], {"ranks": []}], ids=str)
+def test_an_empty_list_of_states_is_refused(state, fragments):
+    _, _, handle = tiny(every=4, fragments=fragments)
+    with pytest.raises(StateError, match="rank 0: the list of states is empty"):
+        handle.load_state_dict(state)
+    handle.close()
+
+
+def test_a_state_of_another_method_says_which_to_call_local_steps_with():
+    _, _, handle = tiny(every=4)
+    state = handle.state_dict()
+    handle.close()
+    _, _, handle = tiny(every=4, method="oktopk")
+    said = "with method='topkdsa' and this is 'oktopk': call local_steps .* method='auto' stands"
+    with pytest.raises(StateError, match=f"{said} for 'topkdsa'"):
+        handle.load_state_dict(state)
+    handle.close()
+
+
+def test_a_state_of_longer_rounds_says_that_the_next_exchange_is_in_one_step(capfd):
+    _, optimizer, handle = tiny(every=8)
+    for _ in range(6):
+        optimizer.step()
+    state = handle.state_dict()
+    handle.close()
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    handle = oktopk.local_steps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=4)
+    handle.load_state_dict(state)
+    handle.close()
+    out = capfd.readouterr()
+    assert "the next one is in 1 optimizer step\n" in out.out + out.err
+
+
+# Parameters that cannot be exchanged, or are not.
+
+
+def add_layer(model, optimizer) -> None:
+    model.append(nn.Linear(2, 2))
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+
+
+def replace_weight(model, optimizer) -> None:
+    model[1].weight = nn.Parameter(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [(add_layer, r"\['2.weight', '2.bias'\]"), (replace_weight, r"\['1.weight'\]")],
+)
+def test_parameters_that_were_added_or_replaced_later_are_named(change, names, delay):
+    model, optimizer, handle = tiny(every=2, delay=delay)
+    optimizer.step()
+    change(model, optimizer)
+    with pytest.raises(ValueError, match=f"exchange 0: {names} are trained and not exchanged"):
+        optimizer.step()
+    handle.close()
+
+
+def test_parameters_without_memory_of_their_own_are_named():
+    expanded = nn.ParameterDict({"scale": nn.Parameter(torch.ones(1).expand(3))})
+    lazy = nn.Sequential(nn.LazyLinear(2))
+    for model, said in (
+        (expanded, "parameter 'scale' is expanded"),
+        (lazy, "parameter '0.weight' has no shape yet"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            oktopk.local_steps(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+# A rank that takes fewer steps.
+
+
+def fewer_steps(group) -> tuple[str, int]:
+    rank, said = dist.get_rank(group), ""
+    _, optimizer, handle = tiny(group=group, every=4, timeout=3.0)
+    try:
+        for _ in range(8 if rank else 6):
+            optimizer.step()
+    except oktopk.ExchangeError as error:
+        said = str(error)
+    step = handle._connection.failure_detector.step
+    dist.barrier(group)
+    handle.close()
+    return said, step
+
+
+def test_a_rank_that_waits_says_that_another_may_have_taken_fewer_steps(worlds):
+    (_, here), (said, there) = worlds.run(2, fewer_steps)
+    assert "called optimizer.step() less often (4 local steps here), or lost a connection" in said
+    assert here == there == 1, "after an exchange the detector knows of it"

@@ -52,6 +52,9 @@ class BaseHandle(ABC, Generic[AnyDriver]):
     exchanged: Exchanged = "gradients"
     """What the residuals are of: a state of another kind is refused."""
 
+    method_advice = "attach with the method it was saved with"
+    """What to do with a state of another method."""
+
     def __init__(
         self, driver: AnyDriver, connection: Connection, *, method_is_auto: bool = False
     ) -> None:
@@ -262,6 +265,7 @@ class BaseHandle(ABC, Generic[AnyDriver]):
             world_size=world_size,
             method=None if self._method_is_auto else self.settings.method,
             exchanged=self.exchanged,
+            advice=self.method_advice,
             parameters=self.driver.parameters.stored(),
             frozen=self.driver.parameters.frozen,
         )

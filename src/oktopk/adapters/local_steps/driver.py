@@ -173,7 +173,6 @@ class RoundDriver(Driver[ParameterLayout]):
 
     def _weight_change(self) -> Tensor:
         """Weights after the last exchange minus weights now, flat: the outer gradient of DiLoCo."""
-        self._check_frozen()
         change = torch.empty_like(self.anchor)
         anchors = self.views(self.anchor)
         for name, view in self.views(change).items():
@@ -204,15 +203,6 @@ class RoundDriver(Driver[ParameterLayout]):
         every = self.options.check_every
         if every and step and step % every == 0:
             check_replicas(self.views(self.anchor), self.comm, step)
-
-    def _check_frozen(self) -> None:
-        thawed = self.parameters.thawed
-        if thawed:
-            raise ValueError(
-                f"rank {self.comm.rank}, step {self.engine.step}: {thawed} did not require "
-                "gradients when local_steps was called, so they are not exchanged, and now they "
-                "do: close() the handle and call local_steps again after changing requires_grad"
-            )
 
     def _log_nonfinite(self, number: int, weights: dict[str, Tensor]) -> None:
         """Name the parameters of this rank that are not finite, before they are overwritten."""

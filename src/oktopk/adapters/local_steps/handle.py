@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from oktopk.adapters.announcement import describe_loaded
@@ -16,7 +16,7 @@ from oktopk.adapters.handle import BaseHandle, Connection
 from oktopk.adapters.local_steps import state as local_state
 from oktopk.adapters.local_steps.background import BackgroundThread, Job
 from oktopk.adapters.local_steps.driver import RoundDriver
-from oktopk.adapters.local_steps.fragment import Fragment
+from oktopk.adapters.local_steps.fragment import Fragment, check_all_exchanged
 from oktopk.adapters.local_steps.step_hooks import hook_steps
 from oktopk.comm.failure_detector import FailureDetector
 from oktopk.engine.saved_state import Exchanged, Saved
@@ -44,11 +44,13 @@ class LocalSteps(BaseHandle[RoundDriver]):
         self,
         drivers: Sequence[RoundDriver],
         connection: Connection,
+        model: nn.Module,
         optimizer: Optimizer,
         *,
         verbose: bool,
     ) -> None:
         super().__init__(drivers[0], connection)
+        self._model = model
         self._announces = verbose and self.comm.rank == 0
         self.fragments = [Fragment(driver, connection) for driver in drivers]
         self.failure: BaseException | None = None
@@ -163,12 +165,15 @@ class LocalSteps(BaseHandle[RoundDriver]):
             fragment.load_saved(each)
         if self._announces:
             left = min(driver.options.every - driver.local_steps for driver in self.drivers)
-            announce(describe_loaded(self.step, left))
+            announce(describe_loaded(self.step, max(left, 1)))  # `every` may be smaller now
 
     def _parse(self, state: dict[str, Any] | list[dict[str, Any]]) -> local_state.SavedFragments:
         parts = local_state.by_fragment(state, len(self.fragments), self.comm.rank)
-        pairs = zip(self.fragments, parts, strict=True)
-        return local_state.joined([fragment.parse(part) for fragment, part in pairs])
+        pairs = list(zip(self.fragments, parts, strict=True))
+        saved = [fragment.parse(part) for fragment, part in pairs]
+        if local_state.is_skipped_in_flight(parts):
+            saved = [fragment.parse(part, roll_back=True) for fragment, part in pairs]
+        return local_state.joined(saved)
 
     def _moment(self, saved: Saved) -> str:
         assert isinstance(saved, local_state.SavedFragments)
@@ -189,6 +194,7 @@ class LocalSteps(BaseHandle[RoundDriver]):
         open.
         """
         self._hook.remove()
+        self._connection.failure_detector.hint = ""  # it may be that of the whole job
         self._finalizer()
         for driver in self.drivers:
             driver.in_flight = None
@@ -211,25 +217,28 @@ class LocalSteps(BaseHandle[RoundDriver]):
             raise RuntimeError(CLOSED)
         detector = self._connection.failure_detector
         detector.step = self.step
+        detector.hint = f"called optimizer.step() less often ({self.local_steps} local steps here)"
         try:
             if self.failure is not None:
                 raise RuntimeError(f"an exchange failed before: {self.failure}") from self.failure
-            return act(driver)
+            value = act(driver)
         except BaseException as error:  # Ctrl-C too: the other ranks must learn of it
             if self.failure is None:
                 self.failure = error
                 detector.abort(error, self.comm)
             raise
+        detector.step = self.step
+        return value
 
     def _end_round(self, driver: RoundDriver) -> list[Finished]:
-        self._check_others()
+        self._check_before_exchange()
         if self._thread is None:
             return self._finish(driver, driver.exchange(self.step))
         driver.launch(self._in_background)
         return []
 
     def _exchange_early(self, driver: RoundDriver) -> list[Finished]:
-        self._check_others()
+        self._check_before_exchange()
         stats = driver.exchange(self.step)
         driver.local_steps = driver.head_start
         return self._finish(driver, stats)
@@ -267,9 +276,12 @@ class LocalSteps(BaseHandle[RoundDriver]):
             if driver.in_flight is not None:
                 self._attempt(_result, driver)
 
-    def _check_others(self) -> None:
+    def _check_before_exchange(self) -> None:
         if self._connection.failure_detector.diagnosis is not None:
             raise ExchangeError("another rank reported a failure")
+        layouts = [driver.parameters for driver in self.drivers]
+        where = f"rank {self.comm.rank}, exchange {self.step}"
+        check_all_exchanged(self._model, layouts, where)
 
     def _in_background(self, act: Callable[[], StepStats], like: Tensor) -> Job[StepStats]:
         detector, comm = self._connection.failure_detector, self.comm

@@ -273,7 +273,7 @@ def _start(
             agree_to_load=agree_to_load,
             owns_comm=job.comm is None,
         )
-        handle = LocalSteps(drivers, connection, job.optimizer, verbose=job.verbose)
+        handle = LocalSteps(drivers, connection, job.model, job.optimizer, verbose=job.verbose)
         comm.is_attached = True
         undo.pop_all()
     return handle

@@ -239,8 +239,8 @@ def test_parameters_that_are_frozen_or_without_gradient(worlds):
         assert torch.equal(after["head.weight"], before["head.weight"])
         assert not torch.equal(after["branch.weight"], before["branch.weight"])
         assert names == {name for name in after if not name.startswith("head")}
-    assert "rank 1 failed in step 2: ValueError: rank 1, step 2: ['head.weight'" in ranks[0][3]
-    assert "call local_steps again after changing requires_grad" in ranks[1][3]
+    assert "rank 1 failed in step 2: ValueError: rank 1, exchange 2: ['head.weight'" in ranks[0][3]
+    assert "did not require gradients when local_steps was called: close()" in ranks[1][3]
 
 
 # Counting steps.
@@ -478,7 +478,9 @@ def test_a_nan_on_one_rank_rolls_the_round_back_on_all(worlds, on_nonfinite):
         assert same(after["weights"], {n: a.float() for n, a in before["anchor"].items()})
         assert bool(told) == (on_nonfinite == "raise")
         if told:
-            assert told[0] == f"rank {rank}, step 1: a weight change had a NaN or Inf on some rank"
+            assert (
+                told[0] == f"rank {rank}, exchange 1: a weight change had a NaN or Inf on some rank"
+            )
         named = [line for line in lines if "weights of this rank are not finite" in line]
         assert len(named) == (rank == 1)
         assert not named or ("in inner.weight, " in named[0] and " and 8 more; " in named[0])

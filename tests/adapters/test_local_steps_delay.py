@@ -164,9 +164,9 @@ def watched(group, dtype) -> tuple:
     driver = handle.driver
     land = driver.land
 
-    def note_landing():
+    def note_landing(number):
         noted = [driver.in_flight.weights, weights_of(net)]
-        stats = land()
+        stats = land(number)
         landings.append((*noted, handle.state_dict()["anchor"], weights_of(net)))
         return stats
 
@@ -361,7 +361,9 @@ def test_a_nan_before_or_after_the_launch_rolls_a_round_back(worlds, when, skipp
         assert same(weights, ranks[0][3][0][1]), "all ranks go back to the anchor"
         assert same(weights, first) == (when == 3), "that of the last exchange"
         assert all(torch.isfinite(x).all() for x in anchor.values())
-        expected = f"rank {rank}, step {skipped.index(1)}: a weight change had a NaN or Inf on some"
+        expected = (
+            f"rank {rank}, exchange {skipped.index(1)}: a weight change had a NaN or Inf on some"
+        )
         assert [text[: len(expected)] for _, text in told] == [expected] * (on_nonfinite == "raise")
 
 

@@ -309,7 +309,7 @@ def test_a_nan_rolls_all_fragments_back_and_is_gone(worlds, delay, landing, num,
         assert skipped[:num] == [True] * num and len(skipped) > 6 and not any(skipped[num:])
         assert same(weights, ranks[0][2])
         assert all(torch.isfinite(x).all() for x in weights.values())
-        said = f"rank {rank}, step {num - 1}: a weight change had a NaN or Inf on some rank"
+        said = f"rank {rank}, exchange 0: a weight change had a NaN or Inf on some rank"
         assert told == ([(landing, said)] if on_nonfinite == "raise" else [])
 
 

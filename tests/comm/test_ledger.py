@@ -45,3 +45,23 @@ def test_messages_are_counted_by_the_bit_length_of_their_size():
     ledger = Ledger()
     ledger.add("gather", messages([1024, 2047, 0, 2048], [], header=False), [1024, 2047, 0, 2048])
     assert ledger.sizes == {"gather": {11: 2, 12: 1}}
+
+
+class Late:
+    """Traffic during whose counting another thread adds a stage."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def __getattr__(self, name: str) -> int:
+        self._ledger.add(f"late {len(self._ledger.stages)}", Traffic(payload_sent=1), [])
+        return 0
+
+
+def test_a_stage_may_be_added_while_the_total_is_read():
+    ledger = Ledger()
+    ledger.add("first", Traffic(payload_sent=5), [5])
+    ledger.stages["second"] = Late(ledger)
+    ledger.add("third", Traffic(payload_sent=7), [7])
+    assert ledger.total().payload_sent == 12
+    assert len(ledger.stages) > 3

@@ -210,7 +210,7 @@ def test_hugging_face_without_the_file_of_one_rank_is_an_error_on_all(worlds, tm
     for told in ranks:
         assert len(told) == 1  # without any file the run begins anew, with a warning
         assert told[0].startswith("FileError: ") and f"checkpoint-{STOP}" in told[0]
-        assert "their state is read on rank 0 but not readable on rank 1" in told[0]
+        assert f"their state is of step {STOP} on rank 0 but not readable on rank 1" in told[0]
     assert "oktopk-1-of-2.pt: does not exist" in ranks[1][0]
 
 

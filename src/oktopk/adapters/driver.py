@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import reduce
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 
@@ -36,6 +37,9 @@ class Driver(Generic[Parameters]):
 
     subject = "a gradient"
     """What a step exchanges, for messages."""
+
+    unit = "step"
+    """What is counted, for messages."""
 
     def __init__(
         self,
@@ -83,13 +87,19 @@ class Driver(Generic[Parameters]):
                 views |= self.parameters.views(residual, names)
             return views
 
+    @property
+    def acc_dtype(self) -> torch.dtype:
+        """Of a flat vector that holds changes of all parameters, whose dtypes may differ."""
+        dtypes = map(acc_dtype, self.parameters.parameters.values())
+        return reduce(torch.promote_types, dtypes, torch.float32)
+
     def copied_residuals(self) -> dict[str, Tensor]:
         """A copy of the residuals of all parameters, zero before the first sparse step."""
-        views = self.residuals
+        views, dtype = self.residuals, self.acc_dtype
         return {
             name: views[name].clone(memory_format=torch.contiguous_format)
             if name in views
-            else torch.zeros(p.shape, dtype=acc_dtype(p), device=p.device)
+            else torch.zeros(p.shape, dtype=dtype, device=p.device)
             for name, p in self.parameters.stored().items()
         }
 
@@ -98,9 +108,9 @@ class Driver(Generic[Parameters]):
         self.engine.set_buckets([self.parameters.bucket(names) for names in layout])
         self.layout = layout
         if residuals:
-            like = next(iter(residuals.values()))
+            dtype = reduce(torch.promote_types, (part.dtype for part in residuals.values()))
             numel, device = self.engine.buckets.numel, self.parameters.device
-            self.engine.residual = torch.zeros(numel, dtype=like.dtype, device=device)
+            self.engine.residual = torch.zeros(numel, dtype=dtype, device=device)
             for name, view in self.residuals.items():
                 if name in residuals:
                     view.copy_(residuals[name])
@@ -152,23 +162,35 @@ class Driver(Generic[Parameters]):
 
     def report(self, stats: StepStats) -> None:
         """Tell the user of a finished step: a warning if it was skipped, the callback, an error."""
+        self.tell(stats, self.engine.skipped)
+        self.raise_if_asked(stats)
+
+    def tell(self, stats: StepStats, skipped: int) -> None:
+        """Keep the statistics of a step, warn if it was skipped, one of `skipped`; call back."""
         if stats.skipped:
             log.warning(
-                "rank %d, step %d: %s had a NaN or Inf on some rank; no rank applied it "
-                "(%d steps skipped so far)",
+                "rank %d, %s %d: %s had a NaN or Inf on some rank; no rank applied it "
+                "(%d %s%s skipped so far)",
                 self.rank,
+                self.unit,
                 stats.step,
                 self.subject,
-                self.engine.skipped,
+                skipped,
+                self.unit,
+                "s" * (skipped != 1),
             )
         self.stats = stats
         if self.on_step is not None:
             self._call_back(self.on_step, stats)
-        self.engine.raise_if_asked(stats, self.subject)
+
+    def raise_if_asked(self, stats: StepStats) -> None:
+        """Raise NonfiniteError after a skipped step, if the settings say so."""
+        self.engine.raise_if_asked(stats, self.subject, self.unit)
 
     def _call_back(self, on_step: OnStep, stats: StepStats) -> None:
         """Call the user's callback. The step is finished: its error must not stop other ranks."""
         try:
             on_step(stats)
         except Exception:
-            log.exception("rank %d, step %d: on_step failed", self.comm.rank, stats.step)
+            where = self.comm.rank, self.unit, stats.step
+            log.exception("rank %d, %s %d: on_step failed", *where)

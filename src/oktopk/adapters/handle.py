@@ -52,6 +52,9 @@ class BaseHandle(ABC, Generic[AnyDriver]):
     exchanged: Exchanged = "gradients"
     """What the residuals are of: a state of another kind is refused."""
 
+    method_advice = "attach with the method it was saved with"
+    """What to do with a state of another method."""
+
     def __init__(
         self, driver: AnyDriver, connection: Connection, *, method_is_auto: bool = False
     ) -> None:
@@ -165,20 +168,28 @@ class BaseHandle(ABC, Generic[AnyDriver]):
         self.load_state_dict(self._read_together(Path(folder)))
 
     def _read_together(self, folder: Path) -> dict[str, Any] | list[dict[str, Any]]:
-        """The states of a folder that this rank needs. Collective; if a rank cannot read them, all
-        raise `FileError`. Only if no rank has found any state, it is `NoStatesError`."""
-        states, problem, outcome = None, None, "read"
+        """The states of a folder that this rank needs. Collective: if a rank cannot read or use
+        them, or has those of another step, all raise `FileError` or `StateError`. Only if no rank
+        has found any state, it is `NoStatesError`."""
+        states, problem = None, None
         try:
             states = read_states(folder, *self._place)
+            outcome = self._moment(self._parse(states))
         except NoStatesError as error:
             problem, outcome = error, "not there"
         except FileError as error:
             problem, outcome = error, "not readable"
+        except StateError as error:
+            problem, outcome = error, "refused"
         try:
             self._connection.agree_to_load({"their state": outcome}, self.step)
         except ValueError as error:
-            reason = problem or f"{folder}: a rank cannot read its state; every rank must call save"
-            problem = FileError(f"{reason} ({error})")
+            reason = problem or (
+                f"{folder}: a rank cannot read its state, or has that of another step; every rank "
+                "must call save, after the same step"
+            )
+            kind = StateError if isinstance(problem, StateError) else FileError
+            problem = kind(f"{reason} ({error})")
         if states is None or problem is not None:
             raise problem or AssertionError("no state was read")
         return states
@@ -236,7 +247,7 @@ class BaseHandle(ABC, Generic[AnyDriver]):
         except StateError as error:
             problem = error
         if self.driver.is_checked or self.driver.engine.shards.size > 1:
-            loaded = "refused" if saved is None else f"of step {saved.metadata.engine.step}"
+            loaded = "refused" if saved is None else self._moment(saved)
             try:
                 self._connection.agree_to_load({"the loaded state": loaded}, self.step)
             except ValueError as error:
@@ -254,9 +265,14 @@ class BaseHandle(ABC, Generic[AnyDriver]):
             world_size=world_size,
             method=None if self._method_is_auto else self.settings.method,
             exchanged=self.exchanged,
+            advice=self.method_advice,
             parameters=self.driver.parameters.stored(),
             frozen=self.driver.parameters.frozen,
         )
+
+    def _moment(self, saved: saved_state.Saved) -> str:
+        """When a state was saved, which must be the same on every rank, for messages."""
+        return f"of step {saved.metadata.engine.step}"
 
     def _load_exchange(self, saved: saved_state.Saved, layout: Layout) -> None:
         """Take over method, buckets, residuals, thresholds and counters."""

@@ -9,6 +9,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from oktopk.adapters.policy import Policy
 from oktopk.engine.buckets import Bucket
@@ -25,6 +26,8 @@ class ParameterLayout:
         self.parameters = {name: p for p, name in self._names.items() if p.requires_grad}
         """Those that are trained: a frozen one has no gradient, so it needs no residual."""
 
+        for name, p in self.parameters.items():
+            _check_memory(name, p)
         self._may_be_unused = may_be_unused
         """Whether a parameter may have no gradient in a step on any rank."""
 
@@ -39,15 +42,6 @@ class ParameterLayout:
     def frozen(self) -> list[str]:
         """Names of the parameters that are not trained."""
         return [name for name in self._names.values() if name not in self.parameters]
-
-    @property
-    def thawed(self) -> list[str]:
-        """Names of the parameters that were frozen at first and require gradients now."""
-        return [
-            name
-            for p, name in self._names.items()
-            if p.requires_grad and name not in self.parameters
-        ]
 
     def is_dense(self, name: str) -> bool:
         return self._policy.is_dense(name, self.parameters[name])
@@ -101,6 +95,20 @@ class ParameterLayout:
         """The parts of a flat bucket, flat, in the order they lie in memory."""
         numels = [self.numel(name) for name in names]
         return dict(zip(names, flat.split(numels), strict=True))
+
+
+def _check_memory(name: str, parameter: Tensor) -> None:
+    """Raise TypeError for a parameter without memory for each of its entries."""
+    if is_lazy(parameter):
+        raise TypeError(
+            f"parameter {name!r} has no shape yet, as those of lazy modules: run a forward first"
+        )
+    sizes = zip(parameter.shape, parameter.stride(), strict=True)
+    if any(size > 1 and stride == 0 for size, stride in sizes):
+        raise TypeError(
+            f"parameter {name!r} is expanded: several of its entries share memory, so that they "
+            "cannot be set; make it of a tensor's clone()"
+        )
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from itertools import zip_longest
 
 from torch import Tensor
 
-from oktopk.adapters.local_steps.local_steps import SHARED_METHOD
+from oktopk.adapters.local_steps.outer_step import SHARED_METHOD
 from oktopk.baselines.sparseloco import num_words
 from oktopk.bench.stream import gradients
 from oktopk.comm.communicator import Comm

@@ -49,6 +49,9 @@ class FailureDetector(Protocol):
     step: int
     """The last step this rank took part in. The training loop or the adapter updates it."""
 
+    hint: str
+    """What else a rank may have done that the others wait for; empty if nothing is known."""
+
     @property
     def diagnosis(self) -> str | None:
         """Which rank caused the failure, in a sentence; None while no rank has failed."""
@@ -90,7 +93,7 @@ class StoreFailureDetector:
     """
 
     def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
-        self.step = 0
+        self.step, self.hint = 0, ""
         self._store, self._rank, self._seconds = store, rank, seconds
         # every rank counts its own detectors: torch may use the name of a group twice
         prefix = f"oktopk.{store.add(f'oktopk.{rank}', 1)}"
@@ -179,13 +182,13 @@ class StoreFailureDetector:
             for rank, key in enumerate(self._report_keys)
             if self._store.check([key])
         }
-        return diagnose(reports, len(self._report_keys))
+        return diagnose(reports, len(self._report_keys), self.hint)
 
 
 class NoFailureDetector:
     """For ranks that share no store: errors are raised as they are."""
 
-    step = 0
+    step, hint = 0, ""
     diagnosis: str | None = None
 
     def abort(self, error: BaseException, connections: Closeable) -> None:
@@ -236,8 +239,11 @@ def _clear_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def diagnose(reports: dict[int, Report], size: int) -> str:
-    """Name the ranks that caused a failure, from the reports that arrived."""
+def diagnose(reports: dict[int, Report], size: int, hint: str = "") -> str:
+    """Name the ranks that caused a failure, from the reports that arrived.
+
+    `hint` is what a rank may have done where all of them answer.
+    """
     causes = [
         f"rank {rank} failed in step {report.step}: {report.cause}"
         for rank, report in sorted(reports.items())
@@ -251,7 +257,8 @@ def diagnose(reports: dict[int, Report], size: int) -> str:
     if causes:
         return "; ".join(causes)
     last = min(reports, key=lambda rank: reports[rank].step)
+    reasons = ["later than `timeout`", "called other collectives", hint, "or lost a connection"]
     return (
         f"all ranks answer, the last of them rank {last} in step {reports[last].step}: a rank was "
-        "later than `timeout`, called other collectives, or lost a connection"
+        + ", ".join(filter(None, reasons))
     )

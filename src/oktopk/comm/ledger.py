@@ -88,7 +88,8 @@ class Ledger:
         sizes.update(size.bit_length() for size in sent if size)
 
     def total(self) -> Traffic:
-        return sum(self.stages.values(), Traffic())
+        # a copy: another thread may add a stage meanwhile
+        return sum(list(self.stages.values()), Traffic())
 
     def snapshot(self) -> dict[str, Traffic]:
         """Return the counts until now, for `since`."""

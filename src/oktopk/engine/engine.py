@@ -196,10 +196,12 @@ class Engine:
         for state in self.group_states:
             state.local, state.result = self.model_state.local, self.model_state.result
 
-    def raise_if_asked(self, stats: StepStats, what: str = "a gradient") -> None:
+    def raise_if_asked(
+        self, stats: StepStats, what: str = "a gradient", unit: str = "step"
+    ) -> None:
         """Raise NonfiniteError after a skipped step, if the settings say so."""
         if stats.skipped and self.settings.on_nonfinite == "raise":
-            where = f"rank {self.comm.rank}, step {stats.step}"
+            where = f"rank {self.comm.rank}, {unit} {stats.step}"
             raise NonfiniteError(f"{where}: {what} had a NaN or Inf on some rank")
 
     def residual_of(self, bucket: int) -> Tensor | None:

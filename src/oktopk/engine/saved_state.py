@@ -115,15 +115,16 @@ def load(
     world_size: int,
     method: str | None,
     exchanged: Exchanged = "gradients",
+    advice: str = "attach with the method it was saved with",
     parameters: Mapping[str, Tensor],
     frozen: Collection[str],
 ) -> Saved:
     """This rank's part of a state, or of all ranks' states, for the parameters it trains.
 
     `state` is what `Handle.state_dict` gave on this rank, a list of what it gave on all ranks,
-    or what `Handle.gathered_state_dict` gave. A `method` of None takes any. Parameters that were
-    frozen when the state was saved get residuals of zero; residuals of parameters that are frozen
-    now are left out.
+    or what `Handle.gathered_state_dict` gave. A `method` of None takes any; else `advice` says what
+    to do with a state of another one. Parameters that were frozen when the state was saved get
+    residuals of zero; residuals of parameters that are frozen now are left out.
     """
     try:
         states = state[RANKS] if isinstance(state, dict) and RANKS in state else state
@@ -139,7 +140,7 @@ def load(
         if method is not None and saved.metadata.method != method:
             raise StateError(
                 f"the state was saved with method={saved.metadata.method!r} and this is "
-                f"{method!r}: attach with the method it was saved with"
+                f"{method!r}: {advice}"
             )
         return _fitted(saved, parameters, frozen)
     except StateError as error:

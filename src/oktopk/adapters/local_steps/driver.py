@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -32,7 +32,6 @@ from oktopk.comm.communicator import Comm
 from oktopk.comm.replica_check import check_replicas
 from oktopk.engine.shards import UNSHARDED, Shards
 from oktopk.settings import Settings
-from oktopk.sparse import acc_dtype
 from oktopk.stats import StepStats
 
 log = logging.getLogger("oktopk")
@@ -59,6 +58,7 @@ class RoundDriver(Driver[ParameterLayout]):
     """The rounds of one model on this rank."""
 
     subject = "a weight change"
+    unit = "exchange"
 
     def __init__(
         self,
@@ -79,14 +79,15 @@ class RoundDriver(Driver[ParameterLayout]):
         self.local_steps = head_start
         """Optimizer steps since the last exchange was launched."""
 
+        self.loaded_steps = head_start
+        """`local_steps` at the start, or when a state was loaded."""
+
         self.in_flight: InFlight | None = None
         """The exchange that was launched and has not landed."""
 
         self.set_layout([list(parameters.parameters)], {})
-        dtypes = [acc_dtype(p) for p in parameters.parameters.values()]
         numel, device = self.engine.buckets.numel, parameters.device
-        dtype = reduce(torch.promote_types, dtypes)
-        self.anchor = torch.empty(numel, dtype=dtype, device=device)
+        self.anchor = torch.empty(numel, dtype=self.acc_dtype, device=device)
         """The weights after the last exchange, flat."""
 
         self.momentum = torch.zeros_like(self.anchor) if options.outer_momentum else None
@@ -122,9 +123,12 @@ class RoundDriver(Driver[ParameterLayout]):
             return self.in_flight.counts
         return self.engine.step, self.engine.skipped
 
-    def exchange(self) -> StepStats:
-        """End the round: exchange the weight changes; all ranks apply them, or none."""
-        stats = self._run(self._weight_change(), self.local_steps)
+    def exchange(self, number: int) -> StepStats:
+        """End the round: exchange the weight changes; all ranks apply them, or none.
+
+        It is the exchange of this number among those of all fragments.
+        """
+        stats = replace(self._run(self._weight_change(), self.local_steps), step=number)
         self._set_weights(stats)
         self.local_steps = 0
         return stats
@@ -139,21 +143,22 @@ class RoundDriver(Driver[ParameterLayout]):
         self.in_flight = InFlight(weights, counts, job)
         self.local_steps = 0
 
-    def land(self) -> StepStats:
-        """Wait for the exchange that was launched, and apply it."""
+    def land(self, number: int) -> StepStats:
+        """Wait for the exchange that was launched, and apply it as the one of this number."""
         assert self.in_flight is not None
         begun = perf_counter()
         stats = self.in_flight.job.result()
-        waited = perf_counter() - begun
+        stats = replace(stats, step=number, exposed=perf_counter() - begun)
         launched, self.in_flight = self.in_flight.weights, None
         self._set_weights(stats, launched)
-        return replace(stats, exposed=waited)
+        return stats
 
     def _run(self, change: Tensor, local_steps: int) -> StepStats:
         """All that is collective of an exchange. It moves the anchor and leaves the weights."""
         begun = perf_counter()
         if not self.is_checked:
-            values = asdict(self.options) | {"local steps": local_steps}
+            steps = {"local steps": local_steps, "local steps as loaded": self.loaded_steps}
+            values = asdict(self.options) | steps
             self.check_consistency(change, **values)
         step = self.engine.begin(change)
         try:
@@ -171,7 +176,6 @@ class RoundDriver(Driver[ParameterLayout]):
 
     def _weight_change(self) -> Tensor:
         """Weights after the last exchange minus weights now, flat: the outer gradient of DiLoCo."""
-        self._check_frozen()
         change = torch.empty_like(self.anchor)
         anchors, weights = self.views(self.anchor), self.parameters.stored()
         for name, view in self.views(change).items():
@@ -204,24 +208,15 @@ class RoundDriver(Driver[ParameterLayout]):
         if every and step and step % every == 0:
             check_replicas(self.views(self.anchor), self.comm, step)
 
-    def _check_frozen(self) -> None:
-        thawed = self.parameters.thawed
-        if thawed:
-            raise ValueError(
-                f"rank {self.comm.rank}, step {self.engine.step}: {thawed} did not require "
-                "gradients when local_steps was called, so they are not exchanged, and now they "
-                "do: close() the handle and call local_steps again after changing requires_grad"
-            )
-
-    def _log_nonfinite(self, step: int, weights: dict[str, Tensor]) -> None:
+    def _log_nonfinite(self, number: int, weights: dict[str, Tensor]) -> None:
         """Name the parameters of this rank that are not finite, before they are overwritten."""
         bad = [name for name, weight in weights.items() if not torch.isfinite(weight).all()]
         if bad:
             log.warning(
-                "rank %d, step %d: the weights of this rank are not finite in %s; they are set "
+                "rank %d, exchange %d: the weights of this rank are not finite in %s; they are set "
                 "back to those of the last exchange, and the optimizer's state is not: if it is "
                 "not finite either, reset it",
                 self.comm.rank,
-                step,
+                number,
                 ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else ""),
             )

@@ -6,17 +6,19 @@ Each has its own engine, anchor and round. All have one communicator, and one ba
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from oktopk.adapters.handle import BaseHandle
 from oktopk.adapters.local_steps import state as local_state
 from oktopk.adapters.local_steps.background import finished
 from oktopk.adapters.local_steps.driver import InFlight, RoundDriver
+from oktopk.adapters.local_steps.outer_step import SHARED_METHOD
 from oktopk.adapters.parameters import ParameterLayout
-from oktopk.engine.saved_state import Exchanged, SavedRates
+from oktopk.engine.saved_state import Exchanged, SavedRates, clean_name
 
 
 class Fragment(BaseHandle[RoundDriver]):
@@ -26,6 +28,10 @@ class Fragment(BaseHandle[RoundDriver]):
     """
 
     exchanged: Exchanged = "weight changes"
+    method_advice = (
+        "call local_steps with the method it was saved with; method='auto' stands for "
+        f"{SHARED_METHOD!r}"
+    )
 
     def state_dict(self) -> dict[str, Any]:
         """See `LocalSteps.state_dict`."""
@@ -48,8 +54,11 @@ class Fragment(BaseHandle[RoundDriver]):
         """See `LocalSteps.load_state_dict`."""
         self.load_saved(self.parse(state))
 
-    def parse(self, state: Any) -> local_state.SavedLocalSteps:
-        """This rank's part of a state; StateError if it does not fit."""
+    def parse(self, state: Any, *, roll_back: bool = False) -> local_state.SavedLocalSteps:
+        """This rank's part of a state; StateError if it does not fit.
+
+        `roll_back`: of another number of ranks, with an exchange in flight that was skipped.
+        """
         rank, world_size = self._place
         local_state.check_shards(state, self.driver.engine.shards.size, rank, world_size)
         return local_state.load(
@@ -59,6 +68,7 @@ class Fragment(BaseHandle[RoundDriver]):
             world_size=world_size,
             parameters=self.driver.parameters.stored(),
             mixing=self.driver.options.mixing,
+            roll_back=roll_back,
         )
 
     def load_saved(self, saved: local_state.SavedLocalSteps) -> None:
@@ -75,7 +85,7 @@ class Fragment(BaseHandle[RoundDriver]):
                 for name, view in driver.views(driver.momentum).items():
                     if name in each.momentum:
                         view.copy_(each.momentum[name])
-            driver.local_steps = each.local_steps
+            driver.local_steps = driver.loaded_steps = each.local_steps
             driver.in_flight = self._in_flight(each)
             driver.is_checked = False
 
@@ -111,6 +121,18 @@ def divide(parameters: ParameterLayout, num: int) -> list[ParameterLayout]:
         parts.append(parameters.part(set(names[:size])))
         names = names[size:]
     return parts
+
+
+def check_all_exchanged(model: nn.Module, parts: Iterable[ParameterLayout], where: str) -> None:
+    """Raise ValueError for parameters that are trained now and are in none of the parts."""
+    known = {id(p) for part in parts for p in part.parameters.values()}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if new := [clean_name(name) for name, p in trained.items() if id(p) not in known]:
+        raise ValueError(
+            f"{where}: {new} are trained and not exchanged, as they were not in the model or did "
+            "not require gradients when local_steps was called: close() the handle and call "
+            "local_steps again"
+        )
 
 
 def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from oktopk.adapters.announcement import describe_loaded
@@ -17,15 +16,18 @@ from oktopk.adapters.handle import BaseHandle, Connection
 from oktopk.adapters.local_steps import state as local_state
 from oktopk.adapters.local_steps.background import BackgroundThread, Job
 from oktopk.adapters.local_steps.driver import RoundDriver
-from oktopk.adapters.local_steps.fragment import Fragment
+from oktopk.adapters.local_steps.fragment import Fragment, check_all_exchanged
 from oktopk.adapters.local_steps.step_hooks import hook_steps
 from oktopk.comm.failure_detector import FailureDetector
-from oktopk.engine.saved_state import Exchanged
-from oktopk.errors import ExchangeError, NonfiniteError
+from oktopk.engine.saved_state import Exchanged, Saved
+from oktopk.errors import ExchangeError
 from oktopk.stats import StepStats
 from oktopk.utils.announce import announce
 
 T = TypeVar("T")
+Finished = tuple[RoundDriver, StepStats]
+"""An exchange that was applied or skipped, with its number among those of all fragments."""
+
 CLOSED = "the handle of local_steps was closed: call local_steps again"
 
 
@@ -42,11 +44,13 @@ class LocalSteps(BaseHandle[RoundDriver]):
         self,
         drivers: Sequence[RoundDriver],
         connection: Connection,
+        model: nn.Module,
         optimizer: Optimizer,
         *,
         verbose: bool,
     ) -> None:
         super().__init__(drivers[0], connection)
+        self._model = model
         self._announces = verbose and self.driver.rank == 0
         self.fragments = [Fragment(driver, connection) for driver in drivers]
         self.failure: BaseException | None = None
@@ -56,7 +60,7 @@ class LocalSteps(BaseHandle[RoundDriver]):
         """The driver that finished an exchange last."""
 
         # the optimizer keeps this handle alive: the user may drop what local_steps returned
-        self._hooks = hook_steps(optimizer, self._after_step)
+        self._hook = hook_steps(optimizer, self._after_step)
         self._thread = BackgroundThread() if self.driver.options.delay else None
         self._finalizer = weakref.finalize(
             self, _end_threads, connection.failure_detector, self._thread
@@ -121,10 +125,14 @@ class LocalSteps(BaseHandle[RoundDriver]):
         fragments are exchanged and applied at once, so that all ranks have the same weights. A new
         round begins. Returns the statistics of the last fragment.
         """
+        finished: list[Finished] = []
         for driver in self.drivers:
             if driver.in_flight is not None:
-                self._attempt(self._land, driver)
-        return [self._attempt(self._exchange_early, driver) for driver in self.drivers][-1]
+                finished += self._attempt(self._land, driver)
+        for driver in self.drivers:
+            finished += self._attempt(self._exchange_early, driver)
+        self._report(finished)
+        return finished[-1][1]
 
     def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact resume needs, between exchanges as well as right after one.
@@ -166,12 +174,21 @@ class LocalSteps(BaseHandle[RoundDriver]):
             fragment.load_saved(each)
         if self._announces:
             left = min(driver.options.every - driver.local_steps for driver in self.drivers)
-            announce(describe_loaded(self.step, left))
+            announce(describe_loaded(self.step, max(left, 1)))  # `every` may be smaller now
 
     def _parse(self, state: dict[str, Any] | list[dict[str, Any]]) -> local_state.SavedFragments:
         parts = local_state.by_fragment(state, len(self.fragments), self.comm.rank)
-        pairs = zip(self.fragments, parts, strict=True)
-        return local_state.joined([fragment.parse(part) for fragment, part in pairs])
+        pairs = list(zip(self.fragments, parts, strict=True))
+        saved = [fragment.parse(part) for fragment, part in pairs]
+        if local_state.is_skipped_in_flight(parts):
+            saved = [fragment.parse(part, roll_back=True) for fragment, part in pairs]
+        return local_state.joined(saved)
+
+    def _moment(self, saved: Saved) -> str:
+        assert isinstance(saved, local_state.SavedFragments)
+        exchanges = sum(each.metadata.engine.step for each in saved.fragments)
+        local_steps = min(each.round.local_steps for each in saved.fragments)
+        return f"of exchange {exchanges}, local step {local_steps}"
 
     @property
     def closed(self) -> bool:
@@ -179,14 +196,14 @@ class LocalSteps(BaseHandle[RoundDriver]):
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Stop exchanging: remove the hooks of the optimizer and close the process group.
+        """Stop exchanging: remove the hook of the optimizer and close the process group.
 
         An exchange in flight is waited for, at most 5 s, and not applied: call `exchange` before to
         have the same weights on all ranks. A communicator that was passed to `local_steps` stays
         open.
         """
-        for hook in self._hooks:
-            hook.remove()
+        self._hook.remove()
+        self._connection.failure_detector.hint = ""  # it may be that of the whole job
         self._finalizer()
         for driver in self.drivers:
             driver.in_flight = None
@@ -195,69 +212,72 @@ class LocalSteps(BaseHandle[RoundDriver]):
     def _after_step(self) -> None:
         for driver in self.drivers:  # all of them, before one raises
             driver.local_steps += 1
+        finished: list[Finished] = []
         for driver in self.drivers:
             if driver.is_landing_due:
-                self._attempt(self._land, driver)
+                finished += self._attempt(self._land, driver)
             if driver.is_due:
-                self._attempt(self._end_round, driver)
+                finished += self._attempt(self._end_round, driver)
+        self._report(finished)
 
     def _attempt(self, act: Callable[[RoundDriver], T], driver: RoundDriver) -> T:
-        """Do something with a driver; an error ends the exchange on all ranks, but for NaNs."""
+        """Do something with a driver; an error ends the exchange on all ranks."""
         if self.closed:
             raise RuntimeError(CLOSED)
         detector = self._connection.failure_detector
         detector.step = self.step
+        detector.hint = f"called optimizer.step() less often ({self.local_steps} local steps here)"
         try:
             if self.failure is not None:
                 raise RuntimeError(f"an exchange failed before: {self.failure}") from self.failure
-            return act(driver)
-        except NonfiniteError:  # the round was rolled back on all ranks: the next may succeed
-            raise
+            value = act(driver)
         except BaseException as error:  # Ctrl-C too: the other ranks must learn of it
             if self.failure is None:
                 self.failure = error
                 detector.abort(error, self._everyone)
             raise
+        detector.step = self.step
+        return value
 
-    def _end_round(self, driver: RoundDriver) -> None:
-        self._check_others()
+    def _end_round(self, driver: RoundDriver) -> list[Finished]:
+        self._check_before_exchange()
         if self._thread is None:
-            self._finish(driver, driver.exchange())
-        else:
-            driver.launch(self._in_background)
+            return self._finish(driver, driver.exchange(self.step))
+        driver.launch(self._in_background)
+        return []
 
-    def _exchange_early(self, driver: RoundDriver) -> StepStats:
-        self._check_others()
-        stats = driver.exchange()
+    def _exchange_early(self, driver: RoundDriver) -> list[Finished]:
+        self._check_before_exchange()
+        stats = driver.exchange(self.step)
         driver.local_steps = driver.head_start
         return self._finish(driver, stats)
 
-    def _land(self, driver: RoundDriver) -> None:
-        self._finish(driver, driver.land())
+    def _land(self, driver: RoundDriver) -> list[Finished]:
+        return self._finish(driver, driver.land(self.step))
 
-    def _finish(self, driver: RoundDriver, stats: StepStats) -> StepStats:
-        """Tell of an exchange, by its number among those of all fragments."""
-        numbered = replace(stats, step=self.step - 1)
-        self._last = driver
-        try:
-            driver.report(numbered)
-        finally:
-            if stats.skipped:
-                self._roll_back_others(driver)
-                self._last = driver  # others may have landed: `stats` tells of the skip
-        return numbered
-
-    def _roll_back_others(self, driver: RoundDriver) -> None:
+    def _finish(self, driver: RoundDriver, stats: StepStats) -> list[Finished]:
         """Roll all fragments back with one that was not finite, on all ranks.
 
         Else a NaN would go from fragment to fragment: with weights that are not finite in one of
         them, the next step gives every other one such gradients too.
         """
-        for other in self.drivers:
+        finished = [(driver, stats)]
+        for other in self.drivers if stats.skipped else ():
             if other is not driver:
                 if other.in_flight is not None:
-                    self._finish(other, other.land())
+                    finished += self._land(other)
                 other.return_to_anchor()
+        return finished
+
+    def _report(self, finished: list[Finished]) -> None:
+        """Tell of exchanges. After all else that a step does: a callback may save the state."""
+        for driver, stats in finished:
+            self._last = driver
+            driver.tell(stats, self.skipped_steps)
+        for driver, stats in finished:
+            if stats.skipped:
+                self._last = driver  # others may have landed: `stats` tells of the skip
+                driver.raise_if_asked(stats)
 
     def _wait(self) -> None:
         """Wait for what is in flight, without applying it."""
@@ -265,9 +285,12 @@ class LocalSteps(BaseHandle[RoundDriver]):
             if driver.in_flight is not None:
                 self._attempt(_result, driver)
 
-    def _check_others(self) -> None:
+    def _check_before_exchange(self) -> None:
         if self._connection.failure_detector.diagnosis is not None:
             raise ExchangeError("another rank reported a failure")
+        layouts = [driver.parameters for driver in self.drivers]
+        where = f"rank {self.driver.rank}, exchange {self.step}"
+        check_all_exchanged(self._model, layouts, where)
 
     def _in_background(self, act: Callable[[], StepStats], like: Tensor) -> Job[StepStats]:
         detector, comm = self._connection.failure_detector, self._everyone

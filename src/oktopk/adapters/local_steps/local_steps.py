@@ -25,7 +25,7 @@ from oktopk.adapters.handle import Connection
 from oktopk.adapters.local_steps.driver import RoundDriver
 from oktopk.adapters.local_steps.fragment import divide
 from oktopk.adapters.local_steps.handle import LocalSteps
-from oktopk.adapters.local_steps.outer_step import OuterOptions
+from oktopk.adapters.local_steps.outer_step import SHARED_METHOD, OuterOptions
 from oktopk.adapters.local_steps.ranks import Links, Ranks
 from oktopk.adapters.local_steps.validation import (
     check_parameters,
@@ -51,14 +51,6 @@ from oktopk.wire.codec import CodecName
 
 DENSITY = 0.05
 """The default; with `auto`, that of the first exchanges."""
-
-SHARED_METHOD = "topkdsa"
-"""What `method="auto"` exchanges by: it delivers all that any rank has selected, by the owners of
-regions, and the ranks share the density. The largest weight changes of different ranks are at
-different places: 4 ranks found 3.5 to 3.9 times as many as one rank selects (docs/experiments.md).
-`oktopk` keeps the k largest sums of k entries from each rank, so most of what was sent would return
-to the residuals. Here each rank selects k/P entries and all of them arrive: the bytes still hardly
-grow with the number of ranks, and none of them are wasted."""
 
 
 def local_steps(
@@ -272,7 +264,7 @@ def _start(
             owns_comm=job.ranks.comm is None,
             everyone=links.everyone,
         )
-        handle = LocalSteps(drivers, connection, job.optimizer, verbose=job.verbose)
+        handle = LocalSteps(drivers, connection, job.model, job.optimizer, verbose=job.verbose)
         links.comm.is_attached = True
         undo.pop_all()
     return handle

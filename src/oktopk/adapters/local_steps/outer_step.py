@@ -9,6 +9,14 @@ from torch import Tensor
 
 from oktopk.utils.arguments import integer, number
 
+SHARED_METHOD = "topkdsa"
+"""What `method="auto"` exchanges by: it delivers all that any rank has selected, by the owners of
+regions, and the ranks share the density. The largest weight changes of different ranks are at
+different places: 4 ranks found 3.5 to 3.9 times as many as one rank selects (docs/experiments.md).
+`oktopk` keeps the k largest sums of k entries from each rank, so most of what was sent would return
+to the residuals. Here each rank selects k/P entries and all of them arrive: the bytes still hardly
+grow with the number of ranks, and none of them are wasted."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OuterOptions:

@@ -60,13 +60,13 @@ class Round:
     stats: StepStats | None
     """Of the exchange that is in flight: its result is in the anchor already."""
 
-    def landed(self, mixing: float) -> Round:
-        """The same with nothing in flight: what was launched is applied."""
-        if self.stats is None:
+    def landed(self, mixing: float, *, roll_back: bool) -> Round:
+        """The same with nothing in flight: what was launched is applied, or all is rolled back."""
+        if self.stats is None and not roll_back:
             return self
         weights = {
             name: anchor
-            if self.stats.skipped
+            if roll_back
             else landed(anchor, self.weights[name], self.launched[name], mixing)
             for name, anchor in self.anchor.items()
         }
@@ -106,12 +106,14 @@ def load(
     world_size: int,
     parameters: Mapping[str, Tensor],
     mixing: float,
+    roll_back: bool,
 ) -> SavedLocalSteps:
     """Add what is particular to local steps to `saved`, which was read from the same state.
 
     If the world size changes inside a round, a rank takes over the weights of one old rank, and the
     weight changes of the others are added to its residual: so the sum over ranks of residual plus
-    weight change stays what it was. An exchange that is in flight is applied before.
+    weight change stays what it was. An exchange that is in flight is applied before; with
+    `roll_back`, which is for one that was skipped in some fragment, all weights are the anchor's.
     """
     try:
         states = state[RANKS] if isinstance(state, dict) and RANKS in state else state
@@ -126,7 +128,7 @@ def load(
             )
         if len(rounds) == world_size:
             return _joined(saved, rounds[rank])
-        rounds = [each.landed(mixing) for each in rounds]
+        rounds = [each.landed(mixing, roll_back=roll_back) for each in rounds]
         return _resharded(saved, rounds, taken_over(rounds, rank, world_size))
     except StateError as error:
         raise StateError(f"rank {rank}: {error}") from error.__cause__
@@ -241,10 +243,22 @@ def by_fragment(state: Any, num: int, rank: int) -> list[Any]:
     states = state[RANKS] if isinstance(state, dict) and RANKS in state else state
     try:
         if isinstance(states, list):
+            if not states:
+                raise StateError("the list of states is empty: pass those of all ranks")
             return [list(each) for each in zip(*(_parts(one, num) for one in states), strict=True)]
         return _parts(states, num)
     except StateError as error:
         raise StateError(f"rank {rank}: {error}") from None
+
+
+def is_skipped_in_flight(parts: list[Any]) -> bool:
+    """Whether an exchange that is in flight was skipped in a fragment: it rolls all of them back.
+
+    `parts` are of `by_fragment`, and were read before.
+    """
+    states = [each for part in parts for each in (part if isinstance(part, list) else [part])]
+    stats = [_parse_stats(each.get("launched_stats", "")) for each in states]
+    return any(each is not None and each.skipped for each in stats)
 
 
 def _parts(state: Any, num: int) -> list[Any]:

@@ -116,8 +116,8 @@ def divide(parameters: ParameterLayout, num: int) -> list[ParameterLayout]:
     for later in range(num - 1, -1, -1):
         numels = [parameters.numel(name) for name in names]
         share = sum(numels) / (later + 1)
-        most = len(names) - later
-        size = min(range(1, most + 1), key=lambda size: abs(sum(numels[:size]) - share))
+        sizes = range(len(names) - later, 0, -1)  # the longest of equals: shards may be empty
+        size = min(sizes, key=lambda size: abs(sum(numels[:size]) - share))
         parts.append(parameters.part(set(names[:size])))
         names = names[size:]
     return parts
@@ -125,7 +125,10 @@ def divide(parameters: ParameterLayout, num: int) -> list[ParameterLayout]:
 
 def check_all_exchanged(model: nn.Module, parts: Iterable[ParameterLayout], where: str) -> None:
     """Raise ValueError for parameters that are trained now and are in none of the parts."""
-    known = {id(p) for part in parts for p in part.parameters.values()}
+    known = set()
+    for part in parts:
+        part.stored()  # lets FSDP2 register its shards again, instead of whole parameters
+        known |= {id(p) for p in part.parameters.values()}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if new := [clean_name(name) for name, p in trained.items() if id(p) not in known]:
         raise ValueError(

@@ -32,8 +32,7 @@ class Text(nn.Module):
 def main() -> None:
     dist.init_process_group("gloo")
     files = sorted((Path(torch.__file__).parent / "optim").glob("*.py"))  # any text will do
-    source = b"".join(path.read_bytes() for path in files)
-    data = torch.frombuffer(bytearray(source), dtype=torch.uint8).long()
+    data = torch.tensor(list(b"".join(path.read_bytes() for path in files)))
     train, test = data[:-HELD_OUT], data[-HELD_OUT:].unfold(0, CONTEXT + 1, CONTEXT)
 
     model = Text()

@@ -106,7 +106,7 @@ def attach(
             by a short measurement of the network and the kernels now. The choice is logged.
         density: fraction of the entries that is kept, in (0, 1]; or `auto`: the highest whose
             exchange stays under `exchange_share` on the network as measured in this run. It is
-            revised as the network changes, the same on all ranks, and rank 0 logs a change.
+            revised as the network changes, the same on all ranks, and rank 0 announces a change.
         exchange_share: with density `auto`, the share of a step that waiting for the exchange may
             take.
         warmup_steps: dense steps before the sparse phase. By default 128, but at most 5 % of

@@ -103,7 +103,7 @@ def local_steps(
         density: fraction of the entries that an exchange delivers, in (0, 1]; or `auto`: every rank
             selects the highest fraction whose exchange stays under `exchange_share` on the network
             as measured in this run. It is revised as the network changes, the same on all ranks,
-            and rank 0 logs a change.
+            and rank 0 announces a change.
         exchange_share: with density `auto`, the share of the time from one exchange to the end of
             the next that an exchange may take.
         outer_lr: learning rate of the outer step, which moves the weights by the mean change.

@@ -139,7 +139,7 @@ def test_misuse_is_told_at_once():
     [
         (("--rates", "fast"), "a rate is none, or as in 1gbit"),
         (("--rates", "1kkbit"), "a rate is none, or as in 1gbit"),
-        (("--rates", "0bit"), "a rate is none, or as in 1gbit"),
+        (("--rates", "0bit"), "a rate is from 1kbit to 1tbit, got '0bit'"),
         (("--model", "resnet"), "--model is one of"),
         (("--model", "inf"), "--model is one of"),
         (("--density", "0"), "--density must be in"),

@@ -242,6 +242,22 @@ def test_what_cannot_be_chosen_is_refused(more, named):
         oktopk.local_steps(net, optimizer, **({"density": "auto"} | more))
 
 
+def refused_in_a_site(group) -> str:
+    """A site of two ranks with DDP inside; the other sites do not matter."""
+    model = DistributedDataParallel(Net(), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        oktopk.local_steps(model, optimizer, density="auto")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_of_a_site_would_choose_by_their_own_clocks(worlds):
+    for said in worlds.run(2, refused_in_a_site):
+        assert said.startswith("density='auto' does not work with DistributedDataParallel inside")
+
+
 def attached(group, at: int | None) -> tuple:
     """DDP with `density="auto"`, stopped and resumed after `at` steps; None: never."""
     del group

@@ -68,8 +68,8 @@ class ParameterLayout:
 
     @property
     def num_sparse(self) -> int:
-        """Entries that travel sparse."""
-        return sum(self.numel(name) for name in self.parameters if not self.is_dense(name))
+        """Entries that this rank stores and that travel sparse, without padding."""
+        return sum(x.numel() for name, x in self.stored().items() if not self.is_dense(name))
 
     def numel(self, name: str) -> int:
         """Entries of a parameter in its bucket."""

@@ -64,8 +64,3 @@ class ShardLayout(ParameterLayout):
             name: part[: self.shard(name).numel()].view(self.shard(name).shape)
             for name, part in self.parts(flat, names).items()
         }
-
-    @property
-    def num_sparse(self) -> int:
-        """Entries of this rank's shards that travel sparse, without padding."""
-        return sum(self.shard(name).numel() for name in self.parameters if not self.is_dense(name))

@@ -125,10 +125,7 @@ def divide(parameters: ParameterLayout, num: int) -> list[ParameterLayout]:
 
 def check_all_exchanged(model: nn.Module, parts: Iterable[ParameterLayout], where: str) -> None:
     """Raise ValueError for parameters that are trained now and are in none of the parts."""
-    known = set()
-    for part in parts:
-        part.stored()  # lets FSDP2 register its shards again, instead of whole parameters
-        known |= {id(p) for p in part.parameters.values()}
+    known = {id(p) for part in parts for p in part.parameters.values()}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if new := [clean_name(name) for name, p in trained.items() if id(p) not in known]:
         raise ValueError(

@@ -289,6 +289,7 @@ class LocalSteps(BaseHandle[RoundDriver]):
         if self._connection.failure_detector.diagnosis is not None:
             raise ExchangeError("another rank reported a failure")
         layouts = [driver.parameters for driver in self.drivers]
+        layouts[0].stored()  # lets FSDP2 register its shards again, instead of whole parameters
         where = f"rank {self.driver.rank}, exchange {self.step}"
         check_all_exchanged(self._model, layouts, where)
 

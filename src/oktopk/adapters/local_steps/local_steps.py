@@ -33,6 +33,7 @@ from oktopk.adapters.local_steps.validation import (
     is_sharded,
     optimizer_of,
     parameters_of,
+    refuse_auto_in_site,
 )
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.adapters.policy import Policy
@@ -181,17 +182,14 @@ def local_steps(
     if not isinstance(inner, nn.Module):
         raise TypeError(f"local_steps needs a torch.nn.Module, got {type(inner).__name__}")
     sharded = is_sharded(inner)
-    check_sharded(sharded=sharded, comm=comm, is_auto=budget is not None)
+    check_sharded(sharded=sharded, comm=comm)
+    if budget is not None:
+        refuse_auto_in_site(model, sharded=sharded)
     if delay and (inner is not model or sharded) and is_on_cuda(inner):
         raise ValueError(
             f"delay={delay} does not work with DistributedDataParallel or FSDP2 on CUDA: their "
             "NCCL operations and those of the exchange would run side by side, in no order; use "
             "delay=0"
-        )
-    if budget is not None and isinstance(model, DistributedDataParallel) and _num_ranks(model) > 1:
-        raise ValueError(
-            "density='auto' does not work with DistributedDataParallel inside a site: its ranks "
-            "would choose by their own clocks, and no longer have the same weights; give a density"
         )
     parameters, ranks = parameters_of(inner, group, comm, timeout, policy or Policy())
     check_parameters(parameters, settings)
@@ -310,7 +308,3 @@ def _start_budgets(
         start_budget(each, settings, list(fragment.parameters.values()), comm, verbose=job.verbose)
         for fragment in job.fragments
     ]
-
-
-def _num_ranks(model: DistributedDataParallel) -> int:
-    return dist.get_world_size(model.process_group)

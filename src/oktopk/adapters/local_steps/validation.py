@@ -6,7 +6,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from oktopk.adapters.local_steps.ranks import Ranks, ranks_of
@@ -62,13 +64,23 @@ def check_parameters(layout: ParameterLayout, settings: Settings) -> None:
         )
 
 
-def check_sharded(*, sharded: bool, comm: object, is_auto: bool) -> None:
-    """Raise ValueError for arguments that do not work with a model that FSDP2 shards."""
-    if sharded and is_auto:
+def refuse_auto_in_site(model: nn.Module, *, sharded: bool) -> None:
+    """Raise ValueError for `density="auto"` if a site has several ranks: each would choose by its
+    own clock."""
+    if sharded:
         raise ValueError(
             "density='auto' does not work with FSDP2, whose ranks would choose by shard and not by "
             "site: give a density"
         )
+    if isinstance(model, DistributedDataParallel) and dist.get_world_size(model.process_group) > 1:
+        raise ValueError(
+            "density='auto' does not work with DistributedDataParallel inside a site: its ranks "
+            "would choose by their own clocks, and no longer have the same weights; give a density"
+        )
+
+
+def check_sharded(*, sharded: bool, comm: object) -> None:
+    """Raise ValueError for arguments that do not work with a model that FSDP2 shards."""
     if sharded and comm is not None:
         raise ValueError("comm does not work with FSDP2, whose shards need one each: pass group")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks with several torch threads under DDP end with the same weights as ranks with one."""
+"""Ranks with several torch threads end with the same weights as ranks with one: DDP, local steps."""
 
 from __future__ import annotations
 
@@ -35,14 +35,34 @@ def trained(group, numels: list[int], steps: int, attached: dict) -> tuple[list,
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     note = {"on_step": lambda stats: seen.add(torch.get_num_threads())}
     handle = oktopk.attach(model, **attached, **note)
+    take_steps(model, optimizer, rank, numels, steps)
+    handle.close()
+    return weights_of(model), seen
+
+
+def trained_locally(group, numels: list[int], steps: int, how: dict) -> tuple[list, set[int]]:
+    """The same with local steps on the bare model, whose exchange is on the calling thread."""
+    rank, seen = torch.distributed.get_rank(group), set()
+    model = Tables(numels)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    note = {"on_step": lambda stats: seen.add(torch.get_num_threads())}
+    outer = oktopk.local_steps(model, optimizer, group=group, **how, **note)
+    take_steps(model, optimizer, rank, numels, steps)
+    outer.close()
+    return weights_of(model), seen
+
+
+def take_steps(model, optimizer, rank: int, numels: list[int], steps: int) -> None:
     for step in range(steps):
         g = torch.Generator().manual_seed(1000 * rank + step)
         targets = [torch.randn(numel, 1, generator=g) for numel in numels]
         optimizer.zero_grad()
         model(targets).backward()
         optimizer.step()
-    handle.close()
-    return [dict(enumerate(p.detach().clone() for p in model.parameters()))], seen
+
+
+def weights_of(model) -> list:
+    return [dict(enumerate(p.detach().clone() for p in model.parameters()))]
 
 
 NUMELS = [3000, 2500, 40, 4100]
@@ -56,6 +76,20 @@ def test_attach_gives_the_same_weights_with_any_number_of_threads(worlds, method
     @cache
     def run(num):
         return worlds.run(2, trained, NUMELS, 12, asked, threads=num)
+
+    for num in (1, 2, 4, MIXED):
+        weights, seen = zip(*run(num), strict=True)
+        assert seen == (({1}, {2}) if num == MIXED else ({num}, {num}))
+        assert_same_bits([*weights, run(1)[0][0]])
+
+
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+def test_local_steps_give_the_same_weights_with_any_number_of_threads(worlds, method):
+    how = {"method": method, "every": 3, "density": 0.1, "verbose": False}
+
+    @cache
+    def run(num):
+        return worlds.run(2, trained_locally, NUMELS, 12, how, threads=num)
 
     for num in (1, 2, 4, MIXED):
         weights, seen = zip(*run(num), strict=True)

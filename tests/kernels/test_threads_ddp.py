@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks with several torch threads end with the same weights as ranks with one: DDP, local steps."""
+"""Ranks with several torch threads end with the same bits as ranks with one: DDP, local steps."""
 
 from __future__ import annotations
 

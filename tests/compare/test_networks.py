@@ -74,12 +74,18 @@ def test_a_short_run_has_every_kind_of_step_and_nothing_else():
     assert (short.warmup_steps, short.ramp_steps, short.max_steps) == (6, 0, 40)
     assert short.network == "1gbit:2ms" and short.runs == "runs/timing/1gbit-2ms"
     assert not short.until and short.density == run.density
-    local = timing_run(make_config(method="local_steps", every=32, warmup_steps=0), "1gbit")
+    local = timing_run(
+        make_config(method="local_steps", every=32, warmup_steps=0, ramp_steps=0), "1gbit"
+    )
     assert local.max_steps == 6 * 32
-    rare = timing_run(make_config(method="diloco", every=500, warmup_steps=0), "1gbit")
+    rare = timing_run(
+        make_config(method="diloco", every=500, warmup_steps=0, ramp_steps=0), "1gbit"
+    )
     assert rare.max_steps == 3 * 500  # two exchanges are left out, and one is timed
     ramp = timing_run(make_config(method="oktopk", warmup_steps=0, ramp_steps=60), "1gbit")
     assert ramp.warmup_steps == 6
+    auto = timing_run(make_config(method="oktopk"), "1gbit")
+    assert (auto.warmup_steps, auto.ramp_steps) == (6, 0)
 
 
 def test_steps_of_a_kind_that_was_not_timed_are_said(tmp_path):

@@ -54,11 +54,11 @@ def test_links_are_shaped_in_both_directions_and_delayed_once(monkeypatch):
 
 
 def test_a_kernel_without_delays_is_a_clear_refusal(monkeypatch):
-    monkeypatch.delenv(network.OUTSIDE, raising=False)
     monkeypatch.setattr(network, "_unshare", lambda: ["unshare"])
     monkeypatch.setattr(network, "_trial", lambda unshare, further: "netem" not in further)
     with pytest.raises(network.NetworkError, match=r"no netem.*give the rate alone, as in 50mbit"):
-        network.enter([], "50mbit:20ms")
+        network.refuse_delay("50mbit:20ms")
+    network.refuse_delay("50mbit")
 
 
 def test_variables_alone_do_not_make_a_process_inside(monkeypatch):

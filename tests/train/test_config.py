@@ -13,7 +13,7 @@ from oktopk.runlog.run_directory import CONFIG_FILE
 from oktopk.settings import Settings
 from oktopk.train.config import Config, make_config, nearest, specs
 from oktopk.train.config_files import SHIPPED, load, shipped, to_toml
-from oktopk.train.exchange import exchange_options
+from oktopk.train.exchange import baseline_warmup, exchange_options
 from oktopk.train.flags import add_flags, with_flags
 from oktopk.train.preset_options import preset_options
 from oktopk.train.setup import log_unused_options
@@ -36,7 +36,8 @@ def test_every_shipped_config_loads_and_holds_only_differences(name):
 def test_the_run_of_the_notes():
     config = load("lstm_extended")
     assert (config.workers, config.batch, config.epochs, config.lr) == (8, 8, 10, 0.01)
-    assert (config.density, config.warmup_steps, config.method) == (0.02, 128, "oktopk")
+    assert (config.density, config.method) == (0.02, "oktopk")
+    assert (config.warmup_steps, config.ramp_steps) == (128, 0)
     assert (config.options.hidden, config.options.layers, config.options.bidirectional) == (
         800,
         5,
@@ -56,6 +57,8 @@ def test_the_run_of_the_notes():
         ("method = 'topk'", "method must be one of dense"),
         ("group_numel = 'large'", "group_numel must be a whole number or auto, got 'large'"),
         ("group_numel = 0", "group_numel must be at least 1, got 0"),
+        ("warmup_steps = 'long'", "warmup_steps must be a whole number or auto, got 'long'"),
+        ("ramp_steps = 0.5", "ramp_steps must be a whole number or auto, got 0.5"),
         ("density = 'most'", "density must be a number or auto, got 'most'"),
         ("density = 'auto'\nmethod = 'dense'", "density = auto has no effect with dense"),
         ("lr = 'fast'", "lr must be a number, got 'fast'"),
@@ -160,3 +163,12 @@ def test_reports_read_a_run_with_a_density_that_it_chooses(tmp_path):
     runlog = read_runlog(tmp_path)
     assert runlog.config["density"] == "auto"
     assert not any(CONFIG_FILE in problem for problem in runlog.problems)
+
+
+def test_the_start_is_that_of_attach_and_of_powersgds_documentation_unless_it_is_given():
+    auto = exchange_options(make_config())
+    assert auto["warmup_steps"] is auto["ramp_steps"] is None  # attach decides by total_steps
+    given = make_config(warmup_steps=3, ramp_steps=0)
+    assert exchange_options(given) | {"warmup_steps": 3, "ramp_steps": 0} == exchange_options(given)
+    assert baseline_warmup(given, 1000) == 3
+    assert baseline_warmup(make_config(), 1000) == 100

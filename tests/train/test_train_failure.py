@@ -266,4 +266,4 @@ def test_a_delay_is_refused_on_cuda():
     model = SimpleNamespace(parameters=lambda: iter([on_cuda]))
     config = Config(name="a", method="local_steps", delay=1)
     with pytest.raises(RunError, match=r"delay = 1 does not work on CUDA here.*use delay = 0"):
-        make_exchange(config, model, None, 2, None)
+        make_exchange(config, model, None, 2, 100)

@@ -18,6 +18,10 @@ from oktopk.stats import StepStats
 
 Shapes = list[tuple[int, ...]]
 
+WARMUP_SHARE = 0.1
+"""Dense steps at first, as a share of the run, for baselines that have them: what the documentation
+of PowerSGD suggests to begin with."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaselineOptions:

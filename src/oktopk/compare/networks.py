@@ -63,6 +63,8 @@ def check_networks(networks: list[str], base: Config, wanted: list[Config]) -> N
             )
     if not launch_network.is_permitted():
         raise ValueError(f"--networks needs namespaces: {launch_network.why_not()}")
+    for network in networks:
+        launch_network.refuse_delay(network)
 
 
 def folder_of(network: str) -> str:
@@ -79,7 +81,9 @@ def timing_run(run: Config, network: str) -> Config:
     if run.method in (LOCAL_STEPS, *LOCAL):
         sparse, least = ROUNDS * run.every, (LEFT_OUT + 1) * run.every
     # while the density falls, steps send up to as much as dense ones: those are timed, too
-    warmup = DENSE_STEPS if run.ramp_steps else min(run.warmup_steps, DENSE_STEPS)
+    warmup = DENSE_STEPS
+    if run.warmup_steps != AUTO and not run.ramp_steps:
+        warmup = min(run.warmup_steps, DENSE_STEPS)
     return replace(
         run,
         runs=str(Path(run.runs) / TIMING / folder_of(network)),

@@ -68,7 +68,7 @@ def run_workers_in_network(workers: int, argv: list[str], network: str) -> int:
 
     This process is replaced by the same command inside namespaces, which then starts the workers.
     Where namespaces are not permitted, the workers run on this machine's own network, and a line on
-    stderr says so. A delay that cannot be made is a NetworkError.
+    stderr says so.
     """
     enter(argv, network)
     if not inside():
@@ -93,6 +93,16 @@ def is_permitted() -> bool:
     return _unshare() is not None
 
 
+def refuse_delay(network: str) -> None:
+    """Raise NetworkError if the network has a delay, and this kernel cannot make one."""
+    unshare = _unshare() if ":" in network else None
+    if unshare and not _trial(unshare, "tc qdisc add dev trial root netem delay 1ms"):
+        raise NetworkError(
+            f"network {network}: this kernel cannot delay packets (it has no netem): give the rate "
+            f"alone, as in {network.partition(':')[0]}"
+        )
+
+
 def enter(argv: list[str], network: str) -> None:
     """Replace this process by the same command inside namespaces; return if that is impossible."""
     if inside():
@@ -100,11 +110,6 @@ def enter(argv: list[str], network: str) -> None:
     unshare = _unshare()
     if unshare is None:
         return
-    if ":" in network and not _trial(unshare, "tc qdisc add dev trial root netem delay 1ms"):
-        raise NetworkError(
-            f"network {network}: this kernel cannot delay packets (it has no netem): give the rate "
-            f"alone, as in {network.partition(':')[0]}"
-        )
     sys.stdout.flush()
     mark_inside(network)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it would warn that names are unknown

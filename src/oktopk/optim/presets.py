@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch.optim import SGD, Adamax
 
@@ -26,6 +26,10 @@ WARMUP_STEPS = 128
 
 WARMUP_SHARE = 0.05
 """Most of a run of known length that the warm-up takes, unless the user says otherwise."""
+
+HIGH_DENSITY = 0.2
+"""At this density and above an entry waits for five steps on average or fewer: half of the warm-up
+is enough, and the density need not fall slowly (docs/experiments.md)."""
 
 RAMP = 2
 """Steps in which the density falls for every warm-up step, in a run of unknown length."""
@@ -133,13 +137,17 @@ def choices_of(
     )
 
 
-def default_warmup(warmup_steps: int | None, total_steps: int | None) -> int:
-    """The dense steps at first: as asked, else 128, but at most 5 % of a run of known length."""
+def default_warmup(
+    warmup_steps: int | None, total_steps: int | None, density: float | Literal["auto"]
+) -> int:
+    """The dense steps at first: as asked, else 128, but at most 5 % of a run of known length; half
+    of that at a high density."""
     if warmup_steps is not None:
         return warmup_steps
+    part = 0.5 if is_high(density) else 1.0
     if total_steps is None:
-        return WARMUP_STEPS
-    return min(WARMUP_STEPS, round(WARMUP_SHARE * total_steps))
+        return round(part * WARMUP_STEPS)
+    return round(part * min(WARMUP_STEPS, WARMUP_SHARE * total_steps))
 
 
 def suited(settings: Settings, optimizer: Any, choices: Choices) -> Settings:
@@ -159,9 +167,16 @@ def apply_preset(settings: Settings, optimizer: Any, chosen: Mapping[str, Any]) 
     return replace(settings, **picked)
 
 
-def default_ramp(warmup_steps: int, total_steps: int | None) -> int:
-    """The steps in which the density falls: half of those after the warm-up, but at most 1024. In a
-    run of unknown length, twice the warm-up."""
+def is_high(density: float | Literal["auto"]) -> bool:
+    """Whether a density is high. One that is still to be measured may become low."""
+    return isinstance(density, float | int) and density >= HIGH_DENSITY
+
+
+def default_ramp(warmup_steps: int, total_steps: int | None, density: float) -> int:
+    """The steps in which the density falls: half of those after the warm-up, but at most 1024; none
+    to a high density. In a run of unknown length, twice the warm-up."""
+    if is_high(density):
+        return 0
     if total_steps is None:
         return RAMP * warmup_steps
     return min(MOST_RAMP, max(0, total_steps - warmup_steps) // 2)
@@ -175,7 +190,8 @@ def schedule_after_warmup(
     ramp_steps = choices.ramp_steps
     if ramp_steps is None:
         total = choices.total_steps
-        ramp_steps = 0 if optimizer is None else default_ramp(settings.warmup_steps, total)
+        steps = default_ramp(settings.warmup_steps, total, settings.density)
+        ramp_steps = 0 if optimizer is None else steps
     ramp_steps = integer("ramp_steps", ramp_steps, least=0)
     return () if settings.method == "dense" else ramp(ramp_steps, settings.density)
 

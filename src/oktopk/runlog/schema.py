@@ -348,4 +348,4 @@ class KnownConfig(TypedDict, total=False):
     method: Text
     density: Annotated[float, Meta(ge=0, le=1e100)] | Literal["auto"]
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-    warmup_steps: Count
+    warmup_steps: Count | Literal["auto"]

@@ -6,8 +6,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from oktopk.train.config import Config
+from oktopk.train.config import COMMON, Config
+from oktopk.train.option import AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +24,8 @@ class Range:
     def __str__(self) -> str:
         return f"{self.low:g}:{self.high:g}"
 
-    def has(self, value: float) -> bool:
-        return self.low <= value <= self.high
+    def has(self, value: float | Literal["auto"]) -> bool:
+        return value != AUTO and self.low <= value <= self.high
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,12 @@ def _if_sparse(low: float, high: float) -> Callable[[Config], tuple[float, float
     return lambda config: None if config.method == "dense" else (low, high)
 
 
+def _warmup_range(config: Config) -> tuple[float, float] | None:
+    if config.method == "dense" or config.warmup_steps == AUTO:
+        return None
+    return 0, max(2 * config.warmup_steps, 64)
+
+
 SEARCHED: dict[str, Searchable] = {
     "lr": Searchable(
         True, lambda config: (config.lr / 4, config.lr * 4), "a quarter to four times the config's"
@@ -47,8 +55,8 @@ SEARCHED: dict[str, Searchable] = {
     "density": Searchable(True, _if_sparse(0.005, 0.1), "0.005:0.1"),
     "warmup_steps": Searchable(
         False,
-        lambda config: None if config.method == "dense" else (0, max(2 * config.warmup_steps, 64)),
-        "0 to twice the config's",
+        _warmup_range,
+        "0 to twice the config's, if that is a number",
     ),
     "exact_every": Searchable(
         True, lambda config: (8, 128) if config.method == "oktopk" else None, "8:128 for oktopk"
@@ -74,7 +82,7 @@ def parse(base: Config, given: dict[str, str | None]) -> tuple[Config, dict[str,
     """The config with single values applied, and the ranges. Both ends of a range must be valid."""
     space: dict[str, Range] = {}
     for name, one in SEARCHED.items():
-        whole = isinstance(getattr(base, name), int)
+        whole = COMMON[name].metadata["type"] is int
         text = given.get(name)
         ends = one.usual(base) if text is None else _ends(name, text, whole)
         if ends is None:

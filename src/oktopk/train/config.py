@@ -122,7 +122,7 @@ class Config:
     density: float | Literal["auto"] = option(
         0.02,
         "fraction that is kept (with local_steps: by all workers together), or auto: as measured",
-        or_auto=True,
+        or_auto=float,
     )
     wire: str = option(
         "bf16",
@@ -130,14 +130,20 @@ class Config:
         *get_args(CodecName),
         AUTO,
     )
-    warmup_steps: int = option(128, "dense steps before the sparse phase")
-    ramp_steps: int = option(0, "steps after the warm-up in which the density falls from 25 %")
+    warmup_steps: int | Literal["auto"] = option(
+        AUTO, "dense steps at first; auto: by the method and the length of the run", or_auto=int
+    )
+    ramp_steps: int | Literal["auto"] = option(
+        AUTO,
+        "steps after the warm-up in which the density falls from 25 %; auto: half of the run",
+        or_auto=int,
+    )
     exact_every: int = option(32, "steps between exact thresholds over the whole model")
     bounds_every: int = option(64, "steps between updates of the region bounds")
     group_numel: int | Literal["auto"] = option(
         DEFAULT_GROUP_NUMEL,
         "entries of consecutive buckets that are exchanged together, or auto: as measured",
-        or_auto=True,
+        or_auto=int,
     )
     scope: str = option(
         "model", "select entries of the whole model or of every bucket", *get_args(Scope)

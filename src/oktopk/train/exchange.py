@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 import oktopk
 from oktopk.adapters.ddp.handle import Handle
 from oktopk.adapters.local_steps.handle import LocalSteps
-from oktopk.baselines.base import BaselineOptions, dense_stats
+from oktopk.baselines.base import WARMUP_SHARE, BaselineOptions, dense_stats
 from oktopk.baselines.table import BASELINES
 from oktopk.errors import RunError
 from oktopk.stats import StepStats
@@ -277,7 +277,7 @@ class BaselineExchange(Exchange):
 
 
 def make_exchange(
-    config: Config, model: nn.Module, optimizer: Optimizer, world_size: int, total_steps: int | None
+    config: Config, model: nn.Module, optimizer: Optimizer, world_size: int, total_steps: int
 ) -> Exchange:
     """The exchange that the config asks for. Every rank starts with the weights of rank 0."""
     device = next(model.parameters()).device
@@ -289,7 +289,7 @@ def make_exchange(
     if config.method in BASELINES:
         options = BaselineOptions(
             world_size=world_size,
-            warmup_steps=config.warmup_steps,
+            warmup_steps=baseline_warmup(config, total_steps),
             every=config.every,
             density=config.density,  # pyright: ignore[reportArgumentType] - checked by the config
             ddp_arguments=arguments,
@@ -331,11 +331,20 @@ def _codec(config: Config) -> Any:
     return None if config.wire == AUTO else config.wire
 
 
+def baseline_warmup(config: Config, total_steps: int) -> int:
+    """The dense steps at first of a baseline that has them."""
+    if config.warmup_steps == AUTO:
+        return round(WARMUP_SHARE * total_steps)
+    return config.warmup_steps
+
+
 def exchange_options(config: Config) -> dict[str, Any]:
     """The arguments of `attach` that the config decides."""
-    same_names = ("method", "density", "warmup_steps", "ramp_steps", "exact_every")
-    same_names += ("bounds_every", "group_numel", "scope", "timeout")
-    options = {name: getattr(config, name) for name in same_names}
+    same_names = ("method", "density", "exact_every", "bounds_every", "group_numel", "scope")
+    options = {name: getattr(config, name) for name in (*same_names, "timeout")}
+    for name in ("warmup_steps", "ramp_steps"):
+        steps = getattr(config, name)
+        options[name] = None if steps == AUTO else steps
     return (
         options
         | preset_options(config.preset, config.overrides)

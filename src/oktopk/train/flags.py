@@ -74,7 +74,7 @@ def add_flags(
 
 
 def _add_flag(group: argparse._ActionsContainer, name: str, spec: Field[Any], value: Any) -> None:
-    kind = type(spec.default)
+    kind = spec.metadata["type"]
     parse = number_or_auto(kind) if spec.metadata["or_auto"] else kind
     how: dict[str, Any] = {"type": parse, "choices": spec.metadata["choices"]}
     if kind is bool:

@@ -97,7 +97,7 @@ def _mean(seconds: dict[str, float], steps: int) -> dict[str, float | None] | No
 def _is_histogram_due(run: Run) -> bool:
     """At the last dense step, the first two sparse steps, each epoch's end, and as configured."""
     step, config = run.progress.step, run.config  # finished steps
-    around = (config.warmup_steps, config.warmup_steps + 1, config.warmup_steps + 2)
+    around = (run.warmup_steps, run.warmup_steps + 1, run.warmup_steps + 2)
     configured = config.histogram_every and step % config.histogram_every == 0
     return step in around or run.progress.index == run.steps_per_epoch or bool(configured)
 

@@ -17,7 +17,7 @@ Bounds = tuple[float, float, str]
 """The least and the largest value, and why there is a largest."""
 
 AUTO = "auto"
-"""The value of a setting that the run measures and chooses itself."""
+"""The value of a setting that the run chooses itself, by its length or by measuring."""
 
 
 def option(
@@ -25,13 +25,13 @@ def option(
     text: str,
     *choices: str,
     bounds: Bounds | None = None,
-    or_auto: bool = False,
+    or_auto: type | None = None,
     fixed: bool = False,
     harmless: bool = False,
 ) -> Any:
     """A field with the help text of its flag.
 
-    The value of one with `or_auto` may be `auto` instead of a number. A `fixed` one cannot change
+    The value of one with `or_auto` is `auto` or a number of that type. A `fixed` one cannot change
     when a run is resumed, because the saved weights depend on it. A `harmless` one may change
     without a flag, because the training stays the same.
     """
@@ -39,7 +39,8 @@ def option(
         raise ValueError(
             f"the default of an option must be text, a number, True or False, got {default!r}"
         )
-    metadata = {"help": text, "choices": choices or None, "bounds": bounds, "or_auto": or_auto}
+    metadata = {"help": text, "choices": choices or None, "bounds": bounds}
+    metadata |= {"type": or_auto or type(default), "or_auto": or_auto is not None}
     return field(default=default, metadata=metadata | {"fixed": fixed, "harmless": harmless})
 
 
@@ -62,7 +63,7 @@ def check_types(settings: Any) -> None:
         value = getattr(settings, name)
         if spec.metadata["or_auto"] and value == AUTO:
             continue
-        check_type(name, value, type(spec.default), or_auto=spec.metadata["or_auto"])
+        check_type(name, value, spec.metadata["type"], or_auto=spec.metadata["or_auto"])
         choices = spec.metadata["choices"]
         if choices and value not in choices:
             hint = did_you_mean(str(value), choices)

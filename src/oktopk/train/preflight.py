@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from oktopk.errors import RunError
+from oktopk.launch.network import refuse_delay
 from oktopk.runlog.run_directory import check_writable
 from oktopk.train.config import Config
 from oktopk.train.console import LineHandler
@@ -20,9 +21,10 @@ log = logging.getLogger("oktopk")
 
 
 def check_before_start(command: str, config: Config) -> None:
-    """Check the packages, the runs folder, the target and the data; `command` is who needs them."""
+    """Check packages, runs folder, network, target and data; `command` is who needs them."""
     require(f"{command} --task {config.task}", *packages_of(config.task))
     check_writable(Path(config.runs))
+    refuse_delay(config.network)
     task = task_type(config.task)
     if config.until:
         parse_target(config.until, task.metrics)

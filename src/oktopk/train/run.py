@@ -191,13 +191,14 @@ def start_message(run: Run, directory: Path) -> str:
 
 
 def _phases(run: Run) -> str:
-    config, dense = run.config, min(run.config.warmup_steps, run.total_steps)
-    method = run.exchange.settings["method"]
+    config, settings = run.config, run.exchange.settings
+    method, dense = settings["method"], min(run.warmup_steps, run.total_steps)
     if method in BASELINE_NAMES:
         return f"exchanged by {method}"
     if method == LOCAL_STEPS:
         return f"{method} exchanged every {config.every} at density {config.density}"
     if method == "dense" or dense == run.total_steps:
         return "all of them dense"
-    ramp = f"{config.ramp_steps} from 25 % down, " if config.ramp_steps else ""
+    falling = sum(steps for steps, _ in settings["schedule"])
+    ramp = f"{falling} from 25 % down, " if falling else ""
     return f"{dense} of them dense, {ramp}then {method} at density {config.density}"

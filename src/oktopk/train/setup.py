@@ -79,6 +79,9 @@ class Run:
     total_steps: int
     """Steps until the run ends: `max_steps` may end it earlier."""
 
+    warmup_steps: int
+    """Dense steps at first; 0 for an exchange that has none."""
+
     target: Target | None = None
     """The metric that ends the run."""
 
@@ -170,7 +173,7 @@ def set_up(config: Config, comm: Comm, device: torch.device, env: RankEnvironmen
     model = checked(task, "build_model()", task.build_model()).to(device)
     log_unused_options(config)
     optimizer = make_optimizer(config, task, model)
-    exchange = make_exchange(config, model, optimizer, comm.size, total if comm.rank == 0 else None)
+    exchange = make_exchange(config, model, optimizer, comm.size, total)
     shows = comm.rank == 0 and config.samples > 0
     all_or_raise(
         comm, device, "evaluating two examples", lambda: check_evaluate(task, model, device, shows)
@@ -188,6 +191,7 @@ def set_up(config: Config, comm: Comm, device: torch.device, env: RankEnvironmen
         steps_per_epoch=steps_per_epoch,
         planned_steps=planned,
         total_steps=total,
+        warmup_steps=exchange.settings.get("warmup_steps", 0),
         target=target,
         probe=make_probe(config, model, exchange.handle, comm),
     )

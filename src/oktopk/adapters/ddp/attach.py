@@ -110,10 +110,10 @@ def attach(
         exchange_share: with density `auto`, the share of a step that waiting for the exchange may
             take.
         warmup_steps: dense steps before the sparse phase. By default 128, but at most 5 % of
-            `total_steps`.
+            `total_steps`; half of that if the density is 20 % or more.
         ramp_steps: steps after the warm-up in which the density falls from 25 %. By default half of
             `total_steps` after the warm-up, at most 1024; without `total_steps` twice the warm-up;
-            0 without an optimizer.
+            0 without an optimizer, or if the density is 20 % or more.
         schedule: (steps, density) pairs that follow the warm-up, instead of a ramp.
         optimizer: the optimizer or a scheduler of it. The preset of SGD, or of Adam and optimizers
             with its `betas`, is used and announced (`oktopk.optim.presets`): SGD's residuals are
@@ -196,7 +196,7 @@ def attach(
     settings = Settings(
         method="oktopk" if method == "auto" else method,
         density=DENSITY if budget else density,  # pyright: ignore[reportArgumentType] - checked
-        warmup_steps=default_warmup(warmup_steps, total_steps),
+        warmup_steps=default_warmup(warmup_steps, total_steps, density),
         schedule=() if schedule is None else schedule,
         max_beta1=max_beta1,
         scope=scope,

@@ -95,10 +95,10 @@ def attach_fsdp(
         method: a name of `oktopk.METHODS`.
         density: fraction of the entries of the whole model that is kept, in (0, 1].
         warmup_steps: dense steps before the sparse phase. By default 128, but at most 5 % of
-            `total_steps`.
+            `total_steps`; half of that if the density is 20 % or more.
         ramp_steps: steps after the warm-up in which the density falls from 25 %. By default half of
             `total_steps` after the warm-up, at most 1024; without `total_steps` twice the warm-up;
-            0 without an optimizer.
+            0 without an optimizer, or if the density is 20 % or more.
         schedule: (steps, density) pairs that follow the warm-up, instead of a ramp.
         optimizer: the optimizer or a scheduler of it; see `oktopk.attach`.
         scaler: residuals are rescaled with its loss scale, and a NaN is delivered for it to see. A
@@ -156,7 +156,7 @@ def attach_fsdp(
     settings = Settings(
         method=method,
         density=density,
-        warmup_steps=default_warmup(warmup_steps, total_steps),
+        warmup_steps=default_warmup(warmup_steps, total_steps, density),
         schedule=() if schedule is None else schedule,
         max_beta1=max_beta1,
         wire=wire,

@@ -86,6 +86,7 @@ def test_a_short_run_has_every_kind_of_step_and_nothing_else():
     assert ramp.warmup_steps == 6
     auto = timing_run(make_config(method="oktopk"), "1gbit")
     assert (auto.warmup_steps, auto.ramp_steps) == (6, 0)
+    assert timing_run(make_config(method="ddp_powersgd_r4"), "1gbit").max_steps == 6 + 6
 
 
 def test_steps_of_a_kind_that_was_not_timed_are_said(tmp_path):

@@ -17,7 +17,7 @@ from statistics import mean
 import msgspec
 import numpy as np
 
-from oktopk.baselines.names import LOCAL
+from oktopk.baselines.names import HOOK_NAMES, LOCAL
 from oktopk.errors import RunError
 from oktopk.launch import network as launch_network
 from oktopk.runlog.reader import RunLog
@@ -75,10 +75,13 @@ def folder_of(network: str) -> str:
 def timing_run(run: Config, network: str) -> Config:
     """The short run that measures the steps of `run` on a network.
 
-    It has a few dense steps, and one period of exact thresholds or a few rounds of local steps.
+    It has a few dense steps, and one period of exact thresholds, a few rounds of local steps, or a
+    few steps of a baseline, which are all alike.
     """
     sparse = least = LEFT_OUT + run.exact_every
-    if run.method in (LOCAL_STEPS, *LOCAL):
+    if run.method in HOOK_NAMES:
+        sparse = least = DENSE_STEPS
+    elif run.method in (LOCAL_STEPS, *LOCAL):
         sparse, least = ROUNDS * run.every, (LEFT_OUT + 1) * run.every
     # while the density falls, steps send up to as much as dense ones: those are timed, too
     warmup = DENSE_STEPS

@@ -29,7 +29,7 @@ WARMUP_SHARE = 0.05
 
 HIGH_DENSITY = 0.2
 """At this density and above an entry waits for five steps on average or fewer: half of the warm-up
-is enough, and the density need not fall slowly (docs/experiments.md)."""
+is enough (docs/experiments.md)."""
 
 RAMP = 2
 """Steps in which the density falls for every warm-up step, in a run of unknown length."""
@@ -144,7 +144,9 @@ def default_warmup(
     of that at a high density."""
     if warmup_steps is not None:
         return warmup_steps
-    part = 0.5 if is_high(density) else 1.0
+    # `auto` may become low; anything else that is not a number is refused by `Settings`
+    is_high = isinstance(density, int | float) and density >= HIGH_DENSITY
+    part = 0.5 if is_high else 1.0
     if total_steps is None:
         return round(part * WARMUP_STEPS)
     return round(part * min(WARMUP_STEPS, WARMUP_SHARE * total_steps))
@@ -167,16 +169,9 @@ def apply_preset(settings: Settings, optimizer: Any, chosen: Mapping[str, Any]) 
     return replace(settings, **picked)
 
 
-def is_high(density: float | Literal["auto"]) -> bool:
-    """Whether a density is high. One that is still to be measured may become low."""
-    return isinstance(density, float | int) and density >= HIGH_DENSITY
-
-
-def default_ramp(warmup_steps: int, total_steps: int | None, density: float) -> int:
-    """The steps in which the density falls: half of those after the warm-up, but at most 1024; none
-    to a high density. In a run of unknown length, twice the warm-up."""
-    if is_high(density):
-        return 0
+def default_ramp(warmup_steps: int, total_steps: int | None) -> int:
+    """The steps in which the density falls: half of those after the warm-up, but at most 1024. In a
+    run of unknown length, twice the warm-up."""
     if total_steps is None:
         return RAMP * warmup_steps
     return min(MOST_RAMP, max(0, total_steps - warmup_steps) // 2)
@@ -190,8 +185,7 @@ def schedule_after_warmup(
     ramp_steps = choices.ramp_steps
     if ramp_steps is None:
         total = choices.total_steps
-        steps = default_ramp(settings.warmup_steps, total, settings.density)
-        ramp_steps = 0 if optimizer is None else steps
+        ramp_steps = 0 if optimizer is None else default_ramp(settings.warmup_steps, total)
     ramp_steps = integer("ramp_steps", ramp_steps, least=0)
     return () if settings.method == "dense" else ramp(ramp_steps, settings.density)
 

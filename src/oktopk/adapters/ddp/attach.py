@@ -113,7 +113,7 @@ def attach(
             `total_steps`; half of that if the density is 20 % or more.
         ramp_steps: steps after the warm-up in which the density falls from 25 %. By default half of
             `total_steps` after the warm-up, at most 1024; without `total_steps` twice the warm-up;
-            0 without an optimizer, or if the density is 20 % or more.
+            0 without an optimizer.
         schedule: (steps, density) pairs that follow the warm-up, instead of a ramp.
         optimizer: the optimizer or a scheduler of it. The preset of SGD, or of Adam and optimizers
             with its `betas`, is used and announced (`oktopk.optim.presets`): SGD's residuals are

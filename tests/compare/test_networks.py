@@ -37,6 +37,16 @@ def test_the_first_steps_of_each_kind_are_not_counted(tmp_path):
     assert sizes == [10, 100] and seconds == pytest.approx([0.5, 2.0])
 
 
+def test_the_dense_steps_of_a_hook_are_a_kind_of_their_own(tmp_path):
+    """PowerSGD begins with dense steps, and all its steps are recorded with the phase dense."""
+    entries = timing_entries(dense=2.0, sparse=0.5)
+    for entry in entries[1:-1]:
+        entry["phase"] = "dense"
+    timing = read_runlog(runlogs.write(tmp_path / "a", entries))
+    sizes, seconds = seconds_by_bytes(timing)
+    assert sizes == [10, 100] and seconds == pytest.approx([0.5, 2.0])
+
+
 def test_a_run_takes_the_times_of_its_steps_on_the_network(tmp_path):
     entries = runlogs.whole_run()
     entries[3]["bytes_sent"] = 55  # half-way between sparse and dense, while the density falls

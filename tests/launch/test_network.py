@@ -53,6 +53,14 @@ def test_links_are_shaped_in_both_directions_and_delayed_once(monkeypatch):
     assert all("parent 1:1" in command and "worker" in command for command in delayed)
 
 
+@pytest.mark.parametrize(
+    ("rate", "size"), [("1kbit", 16384), ("50mbit", 16384), ("200mbit", 25000), ("1.6gbit", 200000)]
+)
+def test_a_link_sends_little_at_once_after_a_pause(rate, size):
+    """What it may send at once is not slowed: a sparse exchange must not fit into that."""
+    assert network.burst(rate) == size
+
+
 def test_a_kernel_without_delays_is_a_clear_refusal(monkeypatch):
     monkeypatch.setattr(network, "_unshare", lambda: ["unshare"])
     monkeypatch.setattr(network, "_trial", lambda unshare, further: "netem" not in further)

@@ -79,6 +79,7 @@ def test_ranges_and_fixed_values():
     assert list(space) == ["lr", "warmup_steps", "exact_every"]
     assert not space["warmup_steps"].has("auto")
     assert "warmup_steps" not in parse(Config(), {})[1]  # auto is not a number to search around
+    assert parse(Config(warmup_steps=5), {"warmup_steps": "auto"})[0].warmup_steps == "auto"
     assert parse(Config(warmup_steps=128), {})[1]["warmup_steps"] == Range(0, 256, False, True)
     assert list(parse(Config(method="dense"), {})[1]) == ["lr"]
     assert str(parse(Config(lr=0.01), {})[1]["lr"]) == "0.0025:0.04"

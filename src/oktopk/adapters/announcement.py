@@ -170,14 +170,17 @@ def _world(replicas: int, shards: int) -> str:
     return size if shards == 1 else f"{size} ({replicas} replicas of {shards} ranks each)"
 
 
+def _steps(number: int, kind: str = "") -> str:
+    return f"{number} {kind}step{'s' * (number != 1)}"
+
+
 def _phases(settings: Settings, is_auto: bool) -> str:
     """`128 dense steps, 256 in which the density falls from 25 % to 2 %, then 2 %`."""
     final = f"{100 * settings.density:.3g} %"
-    phases = [f"{settings.warmup_steps} dense steps"] if settings.warmup_steps else []
+    phases = [_steps(settings.warmup_steps, "dense ")] if settings.warmup_steps else []
     if settings.schedule:
         first = f"{100 * settings.schedule[0][1]:.3g} %"
-        phases.append(
-            f"{settings.falling_steps} in which the density falls from {first} to {final}"
-        )
+        falling = str(settings.falling_steps) if phases else _steps(settings.falling_steps)
+        phases.append(f"{falling} in which the density falls from {first} to {final}")
     rest = f"density auto, at first {final}" if is_auto else f"density {final}"
     return ", ".join([*phases, f"then {rest}" if phases else rest])

@@ -18,9 +18,9 @@ from oktopk.stats import StepStats
 
 Shapes = list[tuple[int, ...]]
 
-WARMUP_SHARE = 0.1
-"""Dense steps at first, as a share of the run, for baselines that have them: what the documentation
-of PowerSGD suggests to begin with."""
+WARMUP_SHARE, MOST_WARMUP = 0.1, 1000
+"""Dense steps at first, for baselines that have them: the share of the run that the documentation
+of PowerSGD suggests to begin with, and at most its default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -76,7 +76,7 @@ def timing_run(run: Config, network: str) -> Config:
     """The short run that measures the steps of `run` on a network.
 
     It has a few dense steps, and one period of exact thresholds, a few rounds of local steps, or a
-    few steps of a baseline, which are all alike.
+    few steps of a hook of DDP, which are all alike after the dense ones.
     """
     sparse = least = LEFT_OUT + run.exact_every
     if run.method in HOOK_NAMES:
@@ -106,12 +106,14 @@ def timing_run(run: Config, network: str) -> Config:
 def seconds_by_bytes(timing: RunLog, part: str = "whole") -> tuple[list[float], list[float]]:
     """Bytes of the kinds of steps that a short run has, ascending, and their mean seconds.
 
-    The kinds are dense, sparse, and, with local steps, those without an exchange. The seconds are
-    those of whole steps, or of a part of them.
+    The kinds are dense, sparse, and, with local steps, those without an exchange. The steps of a
+    baseline all have the phase dense, so its bytes tell those that send everything from the others.
+    The seconds are those of whole steps, or of a part of them.
     """
-    kinds: dict[tuple[str, bool], list[StepRecord]] = defaultdict(list)
+    kinds: dict[tuple[str, bool, bool], list[StepRecord]] = defaultdict(list)
     for step in timing.steps:
-        kinds[step.phase, step.bytes_sent > 0].append(step)
+        is_all = step.bytes_sent >= step.bytes_dense
+        kinds[step.phase, step.bytes_sent > 0, is_all].append(step)
     points = [
         (mean(step.bytes_sent for step in steps), mean(getattr(s, part) or 0.0 for s in steps))
         for steps in (steps[LEFT_OUT:] or steps for steps in kinds.values())

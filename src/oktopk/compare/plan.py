@@ -19,8 +19,18 @@ from oktopk.train.option import AUTO, number_or_auto
 from oktopk.train.run_process import IRRELEVANT_SETTINGS, directory_of
 from oktopk.utils.units import list_some
 
-RACED = ("ddp_dense", "ddp_fp16", "ddp_powersgd_r4", "diloco", "oktopk", "local_steps")
+RACED = (
+    "ddp_dense",
+    "ddp_fp16",
+    "ddp_powersgd_r1",
+    "ddp_powersgd_r4",
+    "post_local_sgd",
+    "diloco",
+    "oktopk",
+    "local_steps",
+)
 """The methods of a race to a target, if none are given."""
+STARTS = ("warmup_steps", "ramp_steps")
 COMPARED = ("method", "density", "seed", "every")
 REPORT = "compare.html"
 Density = float | Literal["auto"]
@@ -175,13 +185,15 @@ def _stored(run: Path) -> Config:
 def _refuse_other(run: Path, stored: Config, same: Config) -> None:
     """Raise if a run was trained with other settings than these.
 
-    A run without a target was trained to its end, so any target can be looked up in it.
+    A run without a target was trained to its end, so any target can be looked up in it. Where
+    `auto` is asked for, a run has the numbers that it became.
     """
     free = {
         *IRRELEVANT_SETTINGS,
         *(() if has_density(stored.method) else ("density",)),
         *(() if has_every(stored.method) else ("every",)),
         *(() if stored.until else ("until",)),
+        *(name for name in STARTS if getattr(same, name) == AUTO),
     }
     differing = {name: pair for name, pair in changes(stored, same).items() if name not in free}
     if differing:

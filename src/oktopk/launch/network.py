@@ -21,7 +21,9 @@ INSIDE = "OKTOPK_NETWORK"
 OUTSIDE = "OKTOPK_NETWORK_OUTSIDE"
 """The variable with the namespaces of the process that made them."""
 SWITCH, DEVICE = "switch", "eth0"
-BURST = 131_072  # bytes; with less than a timer tick of a fast link, tbf would not reach its rate
+BURST_SECONDS, LEAST_BURST = 1e-3, 16_384
+"""What a link may send at once after a pause: what it carries in this time, and at least so many
+bytes. With less, tbf would not reach its rate; with more, a small exchange would not be slowed."""
 LATENCY = "200ms"  # of a full queue: long enough that TCP loses no packets
 UNSHAPED = "none"
 TOOLS = ("unshare", "ip", "tc")
@@ -202,11 +204,18 @@ def shape(workers: int, network: str) -> None:
                 # this fails if the link was never shaped
                 _run(f"tc -n {space} qdisc del dev {device} root", must=False)
             else:
-                limit = f"rate {rate} burst {BURST} latency {LATENCY}"
+                limit = f"rate {rate} burst {burst(rate)} latency {LATENCY}"
                 _run(f"tc -n {space} qdisc replace dev {device} root handle 1: tbf {limit}")
         if delay:
             worker = namespace(rank)
             _run(f"tc -n {worker} qdisc add dev {DEVICE} parent 1:1 handle 10: netem delay {delay}")
+
+
+def burst(rate: str) -> int:
+    """The bytes that a link of this rate may send at once."""
+    found = RATE.fullmatch(rate)
+    assert found is not None, rate  # it was checked
+    return max(LEAST_BURST, round(float(found[1]) * UNITS[found[2]] * BURST_SECONDS / 8))
 
 
 def bytes_sent(device: str) -> int:

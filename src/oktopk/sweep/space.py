@@ -84,6 +84,9 @@ def parse(base: Config, given: dict[str, str | None]) -> tuple[Config, dict[str,
     for name, one in SEARCHED.items():
         whole = COMMON[name].metadata["type"] is int
         text = given.get(name)
+        if text == AUTO and COMMON[name].metadata["or_auto"]:
+            base = replace(base, **{name: AUTO})
+            continue
         ends = one.usual(base) if text is None else _ends(name, text, whole)
         if ends is None:
             continue

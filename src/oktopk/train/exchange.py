@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 import oktopk
 from oktopk.adapters.ddp.handle import Handle
 from oktopk.adapters.local_steps.handle import LocalSteps
-from oktopk.baselines.base import WARMUP_SHARE, BaselineOptions, dense_stats
+from oktopk.baselines.base import MOST_WARMUP, WARMUP_SHARE, BaselineOptions, dense_stats
 from oktopk.baselines.table import BASELINES
 from oktopk.errors import RunError
 from oktopk.stats import StepStats
@@ -334,7 +334,7 @@ def _codec(config: Config) -> Any:
 def baseline_warmup(config: Config, total_steps: int) -> int:
     """The dense steps at first of a baseline that has them."""
     if config.warmup_steps == AUTO:
-        return round(WARMUP_SHARE * total_steps)
+        return min(MOST_WARMUP, round(WARMUP_SHARE * total_steps))
     return config.warmup_steps
 
 

@@ -78,7 +78,8 @@ def number_or_auto(kind: type) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         return text if text == AUTO else kind(text)
 
-    parse.__name__ = "number or auto"  # argparse names the type in its message
+    # argparse names the type in its message
+    parse.__name__ = f"{'whole number' if kind is int else 'number'} or auto"
     return parse
 
 

@@ -194,11 +194,13 @@ def _phases(run: Run) -> str:
     config, settings = run.config, run.exchange.settings
     method, dense = settings["method"], min(run.warmup_steps, run.total_steps)
     if method in BASELINE_NAMES:
-        return f"exchanged by {method}"
+        return f"{dense} of them dense, then {method}" if dense else f"exchanged by {method}"
     if method == LOCAL_STEPS:
         return f"{method} exchanged every {config.every} at density {config.density}"
     if method == "dense" or dense == run.total_steps:
         return "all of them dense"
     falling = sum(steps for steps, _ in settings["schedule"])
     ramp = f"{falling} from 25 % down, " if falling else ""
-    return f"{dense} of them dense, {ramp}then {method} at density {config.density}"
+    first = f"{dense} of them dense, " if dense else ""
+    then = "then " if first or ramp else ""
+    return f"{first}{ramp}{then}{method} at density {config.density}"

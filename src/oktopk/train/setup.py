@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from oktopk.runlog.schema import ProbeRecord
 from oktopk.train.all_or_raise import all_or_raise, check_same_data
 from oktopk.train.config import LOCAL_STEPS, Config
 from oktopk.train.exchange import Exchange, make_exchange
+from oktopk.train.option import AUTO
 from oktopk.train.preset_options import parse_overrides
 from oktopk.train.probe import Probe
 from oktopk.train.target import Target, parse_target
@@ -162,6 +163,19 @@ def count_steps(config: Config, task: Task, ranks: int) -> int:
     return task.num_train // per_step
 
 
+def with_known_start(config: Config, settings: dict[str, Any]) -> Config:
+    """The config with the numbers that `auto` has become in the settings of the exchange.
+
+    They are stored with the run, so a run that is resumed for longer keeps its start.
+    """
+    known: dict[str, int] = {}
+    if config.warmup_steps == AUTO and "warmup_steps" in settings:
+        known["warmup_steps"] = settings["warmup_steps"]
+    if config.ramp_steps == AUTO and "schedule" in settings:
+        known["ramp_steps"] = sum(steps for steps, _ in settings["schedule"])
+    return replace(config, **known) if config.method != LOCAL_STEPS else config
+
+
 def set_up(config: Config, comm: Comm, device: torch.device, env: RankEnvironment) -> Run:
     """Set up everything. DDP gives every rank the weights of rank 0."""
     task = prepare_task(config, comm, device, env)
@@ -174,6 +188,7 @@ def set_up(config: Config, comm: Comm, device: torch.device, env: RankEnvironmen
     log_unused_options(config)
     optimizer = make_optimizer(config, task, model)
     exchange = make_exchange(config, model, optimizer, comm.size, total)
+    config = with_known_start(config, exchange.settings)
     shows = comm.rank == 0 and config.samples > 0
     all_or_raise(
         comm, device, "evaluating two examples", lambda: check_evaluate(task, model, device, shows)

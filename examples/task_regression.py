@@ -40,8 +40,6 @@ class Regression(Task):
         "lr": 0.003,
         "lr_final": 0.05,
         "lr_decay": 1.0,
-        "warmup_steps": 64,
-        "ramp_steps": 64,
         "validate_batch": 128,
     }
     num_train, num_test = NUM_TRAIN, NUM_TEST

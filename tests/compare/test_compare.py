@@ -111,7 +111,7 @@ def test_what_is_finished_is_not_trained_again_and_new_settings_join(trainer, ca
     call("--methods", "dense", "--densities", "0.01")
     assert call("--methods", "dense,topka", "--densities", "0.01", "--log-every", "3") == 0
     assert trainer.names == ["dense", "topka-0.01"]
-    assert "(trained before)" in capsys.readouterr().out
+    assert "(finished before)" in capsys.readouterr().out
     assert len(json.loads(Path("runs/compare/table.json").read_text())) == 2
 
 

@@ -141,7 +141,10 @@ COMMANDS: dict[str, Command] = {
     "compare": Command(
         "training",
         "train the same under several methods and densities: a table and a page",
-        ("oktopk compare --methods dense,topka,oktopk --densities 0.01,0.05 --epochs 5",),
+        (
+            "oktopk compare --until 'wer<0.3' --network 50mbit --validate-steps 25",
+            "oktopk compare --methods dense,topka,oktopk --densities 0.01,0.05 --epochs 5",
+        ),
         _training("compare"),
     ),
     "sweep": Command(

@@ -223,7 +223,7 @@ def train(
     log.parent.mkdir(parents=True, exist_ok=True)
     before = read_runlog(directory)
     if before.finished:
-        print_line(f"{place}: {line(before)} (trained before)")
+        print_line(f"{place}: {line(before)} (finished before)")
         return True
     print_line(f"{place}: training; to look: oktopk watch {directory}")
     with progress:

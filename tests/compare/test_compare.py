@@ -173,8 +173,8 @@ def test_a_run_without_its_settings_is_refused(trainer, call, capsys):
 def test_a_race_without_methods_has_the_usual_rivals(trainer, call, capsys):
     assert call("--until", "wer<0.3", "--every", "5") == 0
     assert trainer.names == [
-        *("ddp_dense", "ddp_fp16", "ddp_powersgd_r4"),
-        *("diloco-every5", "oktopk-0.02", "local_steps-0.02-every5"),
+        *("ddp_dense", "ddp_fp16", "ddp_powersgd_r1", "ddp_powersgd_r4"),
+        *("post_local_sgd-every5", "diloco-every5", "oktopk-0.02", "local_steps-0.02-every5"),
     ]
     out = capsys.readouterr().out
     assert out.startswith("the target is looked for every 5 epochs, when a run is validated: ")

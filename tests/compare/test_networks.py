@@ -73,6 +73,7 @@ def test_tables_and_page_have_a_part_for_each_network(tmp_path):
     assert [r["arrival"]["seconds"] for r in rows] == pytest.approx([16.0, 7.0])
     assert rows[1]["speedup"] == pytest.approx(16 / 7)
     assert "oktopk-0.02 reached WER <= 0.5 at 50mbit:5ms first" in said
+    assert said.count(" first, after ") == 1  # nothing is said of the time of the training itself
     page = (tmp_path / "compare.html").read_text()
     assert "WER against time at 50mbit:5ms" in page and "Timed at 50mbit:5ms" in page
     assert "Where the time went at 50mbit:5ms" in page

@@ -34,6 +34,7 @@ TINY = {
     "lr": 0.01,
     "density": 0.1,
     "warmup_steps": 2,
+    "ramp_steps": 0,
     "validate_batch": 3,
     "log_every": 2,
     "timeout": 20.0,

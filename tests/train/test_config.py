@@ -16,7 +16,7 @@ from oktopk.train.config_files import SHIPPED, load, shipped, to_toml
 from oktopk.train.exchange import baseline_warmup, exchange_options
 from oktopk.train.flags import add_flags, with_flags
 from oktopk.train.preset_options import preset_options
-from oktopk.train.setup import log_unused_options
+from oktopk.train.setup import log_unused_options, with_known_start
 
 PLAIN = {"overshoot": 0.0, "staleness_correction": False, "rescale_with_lr": False}
 
@@ -173,3 +173,14 @@ def test_the_start_is_that_of_attach_and_of_powersgds_documentation_unless_it_is
     assert baseline_warmup(given, 1000) == 3
     assert baseline_warmup(make_config(), 1000) == 100
     assert baseline_warmup(make_config(), 10**6) == 1000  # a target may end a long run early
+
+
+def test_a_run_is_stored_with_the_numbers_that_auto_became():
+    """Resumed for longer, it keeps its start: the length of the run would make another."""
+    settings = {"warmup_steps": 5, "schedule": ((3, 0.25), (4, 0.1))}
+    known = with_known_start(make_config(), settings)
+    assert (known.warmup_steps, known.ramp_steps) == (5, 7)
+    given = make_config(warmup_steps=2, ramp_steps=0)
+    assert with_known_start(given, settings) == given
+    hook = with_known_start(make_config(method="ddp_powersgd_r4"), {"warmup_steps": 9})
+    assert (hook.warmup_steps, hook.ramp_steps) == (9, "auto")

@@ -144,6 +144,14 @@ class Place:
         return f"-{folder_of(self.network)}" if self.network else ""
 
 
+def judged(places: list[Place]) -> list[Place]:
+    """The networks on which runs were timed; if there is none, the one of the training.
+
+    With timings, how long the training itself took says nothing: other work may have run beside it.
+    """
+    return [place for place in places[1:] if place.runlogs] or places[:1]
+
+
 def write_report(path: Path, places: list[Place], metric: str, target: Target | None) -> None:
     """Write the page. Runs without a finished step are in the table only."""
     trained = places[0]
@@ -161,11 +169,7 @@ def write_report(path: Path, places: list[Place], metric: str, target: Target | 
         Section("Training loss", losses(begun) if begun else []),
     ]
     texts = [
-        *(
-            conclusion(place.runlogs, place.rows, shown, target)
-            for place in places
-            if place is trained or place.runlogs
-        ),
+        *(conclusion(place.runlogs, place.rows, shown, target) for place in judged(places)),
         *(problem for place in places for problem in place.problems),
         "The same training, exchanged in different ways. Bytes are those of all workers.",
     ]

@@ -10,7 +10,7 @@ from shutil import get_terminal_size
 
 from oktopk.compare.networks import TIMING, folder_of, on_network
 from oktopk.compare.outcome import conclusion
-from oktopk.compare.page import Place, write_report
+from oktopk.compare.page import Place, judged, write_report
 from oktopk.compare.plan import REPORT
 from oktopk.compare.results import Row, as_plain, as_table, compared, fitting, row
 from oktopk.compare.verdict import REFERENCES, reference_of
@@ -45,8 +45,9 @@ def write_tables(
             write_atomically(folder / f"table{place.suffix}.json", rows)
             heading = f"timed at {place.network}:" if place.network else ""
             narrow = fitting(cells, shown.label, get_terminal_size().columns)
-            said = conclusion(place.runlogs, place.rows, shown, target)
-            texts += [heading, aligned(narrow), said]
+            texts += [heading, aligned(narrow)]
+            if any(place is one for one in judged(places)):
+                texts.append(conclusion(place.runlogs, place.rows, shown, target))
         texts += place.problems
     write_report(folder / REPORT, places, metric, target)
     return "\n".join(filter(None, [*texts, f"{folder}: table.md, table.json, {REPORT}"]))

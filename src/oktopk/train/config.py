@@ -135,7 +135,7 @@ class Config:
     )
     ramp_steps: int | Literal["auto"] = option(
         AUTO,
-        "steps after the warm-up in which the density falls from 25 %; auto: half of the run",
+        "steps after the warm-up in which the density falls from 25 %; auto: half of the rest",
         or_auto=int,
     )
     exact_every: int = option(32, "steps between exact thresholds over the whole model")

@@ -147,7 +147,8 @@ def encode(indices: Tensor, values: Tensor, entries: EntryRange, codec_name: Cod
         return Encoded(indices.new_empty(0), values, _told(entries, codec, 0))
     words, decoded = codec.values.encode(values), values
     if not codec.values.is_exact:
-        decoded = codec.values.decode(words, entries.count, values.dtype).to(values.dtype)
+        decoded = torch.empty_like(values)
+        codec.values.decode(words, decoded)
     index_words = codec.indices.encode(indices, entries)
     if words.numel() + index_words.numel() < plain_words:
         told = _told(entries, codec, index_words.numel())
@@ -164,7 +165,7 @@ def decode(
     layout = _layout(entries, codec_name, values.dtype)
     num_value_words = layout.values.num_words(entries.count, values.dtype)
     layout.indices.decode(words[num_value_words:], entries, indices)
-    values.copy_(layout.values.decode(words[:num_value_words], entries.count, values.dtype))
+    layout.values.decode(words[:num_value_words], values)
 
 
 def allocate_entries(

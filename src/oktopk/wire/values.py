@@ -35,9 +35,8 @@ class ValueCodec(Protocol):
         """The values as `num_words` words, an int32 tensor."""
         ...
 
-    def decode(self, words: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        """The values as the receiver reads them, in `dtype` or in a narrower dtype that holds the
-        same numbers. The result may share memory with `words`."""
+    def decode(self, words: Tensor, out: Tensor) -> None:
+        """Fill `out` with the values that `encode` wrote, as the receiver reads them."""
         ...
 
 
@@ -53,9 +52,9 @@ class Verbatim:
     def encode(self, values: Tensor) -> Tensor:
         return values.contiguous().view(torch.int32)
 
-    def decode(self, words: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        # float64 may not start at an odd word of a message; a copy is aligned for every dtype
-        return words.clone().view(dtype)
+    def decode(self, words: Tensor, out: Tensor) -> None:
+        # as words: float64 may not start at an odd word of a message
+        out.view(torch.int32).copy_(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +70,8 @@ class Cast:
     def encode(self, values: Tensor) -> Tensor:
         return as_words(values.to(self.to))
 
-    def decode(self, words: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        return words.view(self.to)[:count]
+    def decode(self, words: Tensor, out: Tensor) -> None:
+        out.copy_(words.view(self.to)[: out.numel()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +98,12 @@ class Int8Blocks:
         steps = multiples.to(torch.int8).view(-1)[:count]
         return torch.cat([as_words(scales.view(-1)), as_words(steps)])
 
-    def decode(self, words: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    def decode(self, words: Tensor, out: Tensor) -> None:
+        count = out.numel()
         num_blocks = _num_blocks(count)
         scales = words[:num_blocks].view(torch.float32)
         steps = words[num_blocks:].clone().view(torch.int8)[:count]
-        return steps * scales.unsqueeze(1).expand(-1, BLOCK).reshape(-1)[:count]
+        torch.mul(steps, scales.unsqueeze(1).expand(-1, BLOCK).reshape(-1)[:count], out=out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +127,11 @@ class Quantized:
         kernels.quantize(values.float(), self.num_bits, *self._split(words, count))
         return words
 
-    def decode(self, words: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        values = torch.empty(count, device=words.device)
-        parameters, codes = self._split(words, count)
-        kernels.dequantize(parameters, codes, self.num_bits, values)
-        return values
+    def decode(self, words: Tensor, out: Tensor) -> None:
+        values = out if out.dtype == torch.float32 else out.float()
+        kernels.dequantize(*self._split(words, out.numel()), self.num_bits, values)
+        if values is not out:
+            out.copy_(values)
 
     def _num_parameter_words(self, count: int) -> int:
         num_blocks = kernels.num_blocks(count, kernels.QUANTIZE_BLOCK)

@@ -31,13 +31,8 @@ def _mean(total, count, largest):
 
 
 @compiled
-def _fit(magnitudes, cut_at):
-    """The two parameters of one block of finite magnitudes, before they are rounded."""
-    smallest = largest = magnitudes[0]
-    for m in magnitudes:
-        smallest, largest = min(smallest, m), max(largest, m)
-    if cut_at == NO_CUT:
-        return smallest, largest
+def _class_means(magnitudes, smallest, largest, cut_at):
+    """The means of the lower and of the upper class of one block, before they are rounded."""
     cut = smallest + (largest - smallest) * cut_at
     all_values, upper, num_upper = np.int64(0), np.int64(0), 0
     for m in magnitudes:
@@ -69,34 +64,45 @@ def _set_levels(a, b, fractions, levels):
 @compiled
 def _pack(code, num_bits, codes, first):
     """Write the codes of one block as words, from the word `first` on."""
-    per_word, word = 32 // num_bits, first
-    for start in range(0, code.size, per_word):
-        packed, shift = np.uint32(0), np.uint32(0)
-        for i in range(start, min(start + per_word, code.size)):
-            packed |= code[i] << shift
-            shift += np.uint32(num_bits)
-        codes[word] = packed
-        word += 1
+    per_word = 32 // num_bits
+    num_full = code.size // per_word
+    for word in range(num_full):
+        packed = np.uint32(0)
+        for i in range(per_word):
+            packed |= code[word * per_word + i] << np.uint32(i * num_bits)
+        codes[first + word] = packed
+    if num_full * per_word < code.size:
+        packed = np.uint32(0)
+        for i in range(code.size - num_full * per_word):
+            packed |= code[num_full * per_word + i] << np.uint32(i * num_bits)
+        codes[first + num_full] = packed
 
 
 @compiled
-def _quantize(values, bits, num_bits, cut_at, fractions, parameters, codes):
+def _quantize(bits, num_bits, cut_at, fractions, parameters, codes):
+    """Magnitudes are compared as their bits, so that LLVM makes vectors of the loop that does it:
+    the order of floats, in which a NaN has no place, would keep it from that."""
     num_parameters = 1 if fractions.size == 1 else 2
     sign_shift = np.uint32(num_bits - 1)
     magnitudes, code = np.empty(QUANTIZE_BLOCK, F32), np.empty(QUANTIZE_BLOCK, np.uint32)
+    magnitude_bits = magnitudes.view(np.int32)
     ends, levels = np.empty(2, F32), np.empty(fractions.size, F32)
     end_bits = ends.view(np.uint32)
-    for start in range(0, values.size, QUANTIZE_BLOCK):
-        num, block = min(QUANTIZE_BLOCK, values.size - start), start // QUANTIZE_BLOCK
-        largest_bits = np.int32(0)
+    for start in range(0, bits.size, QUANTIZE_BLOCK):
+        num, block = min(QUANTIZE_BLOCK, bits.size - start), start // QUANTIZE_BLOCK
+        values = bits[start : start + num]
+        smallest, largest = MAGNITUDE, np.int32(0)
         for i in range(num):
-            magnitudes[i] = abs(values[start + i])
-            largest_bits = max(largest_bits, bits[start + i] & MAGNITUDE)
-            code[i] = (np.uint32(bits[start + i]) >> np.uint32(31)) << sign_shift
-        if largest_bits < INFINITE:
-            fitted = _fit(magnitudes[:num], cut_at)
+            magnitude = values[i] & MAGNITUDE
+            magnitude_bits[i] = magnitude
+            smallest, largest = min(smallest, magnitude), max(largest, magnitude)
+            code[i] = (np.uint32(values[i]) >> np.uint32(31)) << sign_shift
+        if largest < INFINITE:
+            end_bits[0], end_bits[1] = smallest, largest
+            if cut_at != NO_CUT:
+                ends[0], ends[1] = _class_means(magnitudes[:num], ends[0], ends[1], cut_at)
             for j in range(2):
-                ends[j] = min(fitted[j], F32(LARGEST_BFLOAT16))
+                ends[j] = min(ends[j], F32(LARGEST_BFLOAT16))
                 end_bits[j] = _rounded_to_bfloat16(end_bits[j])
             _set_levels(ends[0], ends[1], fractions, levels)
             for j in range(levels.size - 1):
@@ -141,10 +147,10 @@ def _constants(num_bits: int) -> tuple[np.float32, np.ndarray]:
 
 
 def quantize(values: Tensor, num_bits: int, parameters: Tensor, codes: Tensor) -> None:
-    x, (cut, fractions) = values.numpy(), _constants(num_bits)
+    cut, fractions = _constants(num_bits)
     parameters.zero_()
     sent = parameters.numpy().view(np.uint16), codes.numpy().view(np.uint32)
-    _quantize(x, x.view(np.int32), num_bits, cut, fractions, *sent)
+    _quantize(values.numpy().view(np.int32), num_bits, cut, fractions, *sent)
 
 
 def dequantize(parameters: Tensor, codes: Tensor, num_bits: int, out: Tensor) -> None:

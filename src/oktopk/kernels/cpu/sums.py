@@ -14,8 +14,20 @@ from oktopk.kernels.cpu.vector import compiled, lowest_bit, prefetch
 from oktopk.sparse import Sparse
 
 PREFETCH_DISTANCE = 24  # entries between a prefetch and the write that needs it
-ZERO_BLOCK = 1024  # values zeroed at once: they are still in the L1 cache when results are written
+APPLY_BLOCK = 1024  # averages and residuals written together: they fit the L1 cache
 MERGE_BLOCK = 2**15  # sums taken together: they fit the L2 cache
+
+
+@compiled
+def _first_at(indices, limit, start, end):
+    """The first position from `start` on whose index is `limit` or more, or `end`.
+
+    Loops over entries look for their end ahead: a loop that also tests every index for the end of
+    its block takes twice as long.
+    """
+    while start < end and indices[start] < limit:
+        start += 1
+    return start
 
 
 @compiled
@@ -29,13 +41,12 @@ def _merge(indices, values, starts, ends, lo, width, sums, is_set, out_indices, 
     for block in range(0, width, MERGE_BLOCK):
         base, limit = lo + block, lo + min(block + MERGE_BLOCK, width)
         for part in range(starts.size):
-            i = starts[part]
-            while i < ends[part] and indices[i] < limit:
-                at = np.intp(indices[i]) - base
+            end = _first_at(indices, limit, starts[part], ends[part])
+            for i in range(starts[part], end):
+                at = np.uint32(indices[i] - base)
                 sums[at] += values[i]
-                is_set[at >> 5] |= np.uint32(1) << np.uint32(at & 31)
-                i += 1
-            starts[part] = i
+                is_set[at >> np.uint32(5)] |= np.uint32(1) << (at & np.uint32(31))
+            starts[part] = end
         for word in range((limit - base + 31) >> 5):
             hits = is_set[word]
             is_set[word] = 0
@@ -51,26 +62,29 @@ def _merge(indices, values, starts, ends, lo, width, sums, is_set, out_indices, 
 
 @compiled
 def _apply_result(grad, residual, result, sums, indices, values, factor, divisor, offset):
-    """Write zeros and results in one walk, so that every cache line of grad is written once.
+    """Write averages and residuals block by block, each of which stays in the L1 cache.
 
-    `result` and `sums` are the global sum, `indices` and `values` what this rank sent. Both lists
-    of indices ascend, so one walk over both finds those that they share.
+    `result` and `sums` are the global sum, `indices` and `values` what this rank sent. What it sent
+    is spread over `sent`, with zeros elsewhere. So an entry of the result finds what to subtract
+    without a comparison of the two lists of indices, which the processor would often mispredict.
     """
-    zeroed = i = 0
-    for j in range(result.size):
-        if j + PREFETCH_DISTANCE < result.size:
-            prefetch(residual, np.intp(result[j + PREFETCH_DISTANCE]) - offset)
-        at = np.intp(result[j]) - offset
-        if at >= zeroed:
-            end = min((at // ZERO_BLOCK + 1) * ZERO_BLOCK, grad.size)
-            grad[zeroed:end] = 0
-            zeroed = end
-        grad[at] = sums[j] * factor / divisor
-        while i < indices.size and indices[i] < result[j]:
-            i += 1
-        if i < indices.size and indices[i] == result[j]:
-            residual[at] -= values[i] * factor
-    grad[zeroed:] = 0
+    sent = np.empty(APPLY_BLOCK, values.dtype)
+    i = j = 0
+    for start in range(0, grad.size, APPLY_BLOCK):
+        end = min(start + APPLY_BLOCK, grad.size)
+        base, limit = start + offset, end + offset
+        average, left = grad[start:end], residual[start:end]
+        sent[:] = 0
+        average[:] = 0
+        next_i = _first_at(indices, limit, i, indices.size)
+        next_j = _first_at(result, limit, j, result.size)
+        for entry in range(i, next_i):
+            sent[np.uint32(indices[entry] - base)] = values[entry] * factor
+        for entry in range(j, next_j):
+            at = np.uint32(result[entry] - base)
+            average[at] = sums[entry] * factor / divisor
+            left[at] -= sent[at]
+        i, j = next_i, next_j
 
 
 @compiled

@@ -97,7 +97,24 @@ def test_a_short_run_has_every_kind_of_step_and_nothing_else():
     assert ramp.warmup_steps == 6
     auto = timing_run(make_config(method="oktopk"), "1gbit")
     assert (auto.warmup_steps, auto.ramp_steps) == (6, 0)
-    assert timing_run(make_config(method="ddp_powersgd_r4"), "1gbit").max_steps == 6 + 6
+    for method in ("ddp_dense", "ddp_powersgd_r4", "topka"):  # the same batches as oktopk
+        assert timing_run(make_config(method=method), "1gbit").max_steps == 40
+    often = make_config(method="local_steps", every=5, warmup_steps=0, ramp_steps=0)
+    assert timing_run(often, "1gbit").max_steps == 35
+
+
+def test_a_short_run_is_for_all_seeds(tmp_path):
+    runs = [make_config(name=f"oktopk-0.02{s}", seed=i) for i, s in enumerate(("", "-s1", "-s2"))]
+    (short,) = {timing_run(run, "1gbit") for run in runs}
+    assert (short.name, short.seed) == ("oktopk-0.02", 0)
+    for run in runs:
+        runlogs.write(tmp_path / run.name, runlogs.whole_run(), run)
+    runlogs.write(tmp_path / "timing/1gbit/oktopk-0.02", timing_entries(1.0, 0.5), short)
+    write_tables(tmp_path, "wer", None, ["1gbit"])
+    timed = json.loads((tmp_path / "table-1gbit.json").read_text())
+    assert [row["setting"] for row in timed] == [run.name for run in runs]
+    assert len({row["minutes"] for row in timed}) == 1
+    assert "| oktopk-0.02 |     3 |" in (tmp_path / "seeds-1gbit.md").read_text()
 
 
 def test_steps_of_a_kind_that_was_not_timed_are_said(tmp_path):

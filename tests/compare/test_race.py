@@ -12,6 +12,7 @@ import pytest
 
 import runlogs
 from oktopk.compare.page import where_time_went
+from oktopk.compare.plan import setting_name
 from oktopk.compare.progress import RunProgress
 from oktopk.compare.results import arrival, row
 from oktopk.compare.tables import write_tables
@@ -24,7 +25,9 @@ from oktopk.train.tasks.base import Metric
 TARGET = Target(Metric("wer", "WER"), 0.5)
 
 
-def store(folder: Path, method: str, wer: float, seconds: float, network: str = "") -> Path:
+def store(
+    folder: Path, method: str, wer: float, seconds: float, network: str = "", seed: int = 0
+) -> Path:
     """A run of two validations, after step 4 and step 8, which took so many seconds each."""
     entries = runlogs.whole_run(wer=wer)
     for entry in entries:
@@ -32,8 +35,8 @@ def store(folder: Path, method: str, wer: float, seconds: float, network: str = 
             entry["seconds"] = seconds * (entry["step"] + 1) / 4
         if entry["kind"] == "run":
             entry["network"] = network or None
-    name = method if method == "ddp_dense" else f"{method}-0.02"
-    return runlogs.write(folder / name, entries, make_config(name=name, method=method))
+    name = setting_name(method, 0.02, seed, 1)
+    return runlogs.write(folder / name, entries, make_config(name=name, method=method, seed=seed))
 
 
 def test_a_run_arrives_with_its_first_validation_that_is_good_enough(tmp_path):
@@ -63,6 +66,35 @@ def test_the_table_says_how_much_sooner_than_ddp(tmp_path):
     assert "| oktopk-0.02 |      0:10 |      6.0 |" in (tmp_path / "table.md").read_text()
     page = (tmp_path / "compare.html").read_text()
     assert "reached WER &lt;= 0.5 at 100mbit first" in page and "target: WER" in page
+
+
+def test_several_seeds_of_a_setting_are_one_row_with_their_mean_and_spread(tmp_path):
+    for seed, wer in enumerate((0.4, 0.3, 0.5)):
+        store(tmp_path, "ddp_dense", wer, 30.0, seed=seed)
+        store(tmp_path, "oktopk", wer - 0.1, 10.0, seed=seed)
+        store(tmp_path, "topka", wer + 0.15, 10.0, seed=seed)
+    said = write_tables(tmp_path, "wer", TARGET)
+    head, _, *rows = (tmp_path / "seeds.md").read_text().splitlines()
+    cells = {
+        line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:-1]] for line in rows
+    }
+    names = [c.strip() for c in head.split("|")[1:-1]]
+    assert names == [
+        "setting", "seeds", "reached", "to target", "speed-up", "sent to target", "WER",
+        "lowest to highest",
+    ]  # fmt: skip
+    assert cells["ddp_dense"] == ["3", "3 of 3", "1:00", "-", "520 B", "0.400", "0.300 to 0.500"]
+    assert cells["oktopk-0.02"][:4] == ["3", "3 of 3", "0:17", "3.6"]
+    assert cells["topka-0.02"][:4] == ["3", "1 of 3", "0:20", "-"]  # not all: no speed-up
+    assert "by setting, over all seeds:" in said and "0.300 to 0.500" in said
+    assert "lowest to highest" in (tmp_path / "compare.html").read_text()
+
+
+def test_one_seed_has_no_table_of_seeds(tmp_path):
+    store(tmp_path, "ddp_dense", 0.5, 30.0)
+    store(tmp_path, "oktopk", 0.25, 10.0)
+    assert "seeds" not in write_tables(tmp_path, "wer", TARGET)
+    assert not (tmp_path / "seeds.md").exists()
 
 
 def verdict_of(tmp_path, *runs: tuple[str, float, float]) -> str:

@@ -9,7 +9,11 @@ import speech
 from oktopk.train.target import parse_target
 from oktopk.train.tasks.base import Metric
 
-METRICS = (Metric("wer", "WER"), Metric("accuracy", higher_is_better=True), Metric("val_loss"))
+METRICS = (
+    Metric("wer", "WER", best=0),
+    Metric("accuracy", higher_is_better=True, best=1),
+    Metric("val_loss"),
+)
 
 
 @pytest.mark.parametrize(
@@ -21,6 +25,8 @@ METRICS = (Metric("wer", "WER"), Metric("accuracy", higher_is_better=True), Metr
         ("accuracy>=0.9", "accuracy", 0.9),
         ("loss=1.88", "val_loss", 1.88),
         ("wer==0", "wer", 0.0),
+        ("accuracy=1", "accuracy", 1.0),
+        ("loss<-3", "val_loss", -3.0),
     ],
 )
 def test_a_target_is_a_metric_and_a_value(text, name, value):
@@ -39,6 +45,8 @@ def test_a_target_is_a_metric_and_a_value(text, name, value):
         ("wer>0.3", "wer is better when it is lower: write 'wer<0.3'"),
         ("wer<low", "'low' is not a number"),
         ("wer<nan", "'nan' is not a number"),
+        ("accuracy=99", "accuracy cannot be better than 1, got 99"),
+        ("wer<-0.1", "wer cannot be better than 0, got -0.1"),
     ],
 )
 def test_what_is_wrong_with_a_target_is_said(text, message):

@@ -133,7 +133,7 @@ COMMANDS: dict[str, Command] = {
         (
             "oktopk train",
             "oktopk train --task text --data book.txt",
-            "oktopk train --network 100mbit --until 'wer<0.5'",
+            "oktopk train --task text --network 100mbit --until 'loss<2.4'",
             "torchrun --nproc-per-node 4 -m oktopk train --resume",
         ),
         _train,
@@ -142,7 +142,7 @@ COMMANDS: dict[str, Command] = {
         "training",
         "train the same under several methods and densities: a table and a page",
         (
-            "oktopk compare --until 'wer<0.3' --network 50mbit --validate-steps 25",
+            "oktopk compare --task text --until 'loss<2.4' --network 50mbit --validate-steps 25",
             "oktopk compare --methods dense,topka,oktopk --densities 0.01,0.05 --epochs 5",
         ),
         _training("compare"),

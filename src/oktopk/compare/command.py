@@ -176,7 +176,8 @@ def compare(asked: Comparison) -> int:
         print_line(RESOLUTION.format(base.validate_every))
     if base.network and not network.is_permitted():
         sys.stderr.write(f"{network.fallback(base.network)}\n")
-    timed = [timing_run(run, place) for place in asked.networks for run in wanted]
+    short = [timing_run(run, place) for place in asked.networks for run in wanted]
+    timed = list({directory_of(run): run for run in short}.values())  # one for all seeds
     if not all(read_runlog(directory_of(run)).finished for run in (*wanted, *timed)):
         prepare_data(base)
     result = partial(result_line, target=asked.target)

@@ -17,7 +17,7 @@ from statistics import mean
 import msgspec
 import numpy as np
 
-from oktopk.baselines.names import HOOK_NAMES, LOCAL
+from oktopk.baselines.names import LOCAL
 from oktopk.errors import RunError
 from oktopk.launch import network as launch_network
 from oktopk.runlog.reader import RunLog
@@ -72,23 +72,30 @@ def folder_of(network: str) -> str:
     return network.replace(":", "-")
 
 
-def timing_run(run: Config, network: str) -> Config:
-    """The short run that measures the steps of `run` on a network.
+def without_seed(name: str, seed: int) -> str:
+    """The name of a run without the part that tells its seed."""
+    return name.removesuffix(f"-s{seed}") if seed else name
 
-    It has a few dense steps, and one period of exact thresholds, a few rounds of local steps, or a
-    few steps of a hook of DDP, which are all alike after the dense ones.
+
+def timing_run(run: Config, network: str) -> Config:
+    """The short run that measures the steps of `run` on a network, the same for all seeds.
+
+    It has a few dense steps, and then one period of exact thresholds, whatever the method is: all
+    methods are timed with the same batches, since utterances and images may differ in size. Local
+    steps take a few rounds if that is more.
     """
     sparse = least = LEFT_OUT + run.exact_every
-    if run.method in HOOK_NAMES:
-        sparse = least = DENSE_STEPS
-    elif run.method in (LOCAL_STEPS, *LOCAL):
-        sparse, least = ROUNDS * run.every, (LEFT_OUT + 1) * run.every
+    if run.method in (LOCAL_STEPS, *LOCAL):
+        rounds = max(ROUNDS, -(-sparse // run.every))
+        sparse, least = rounds * run.every, (LEFT_OUT + 1) * run.every
     # while the density falls, steps send up to as much as dense ones: those are timed, too
     warmup = DENSE_STEPS
     if run.warmup_steps != AUTO and not run.ramp_steps:
         warmup = min(run.warmup_steps, DENSE_STEPS)
     return replace(
         run,
+        name=without_seed(run.name, run.seed),
+        seed=0,
         runs=str(Path(run.runs) / TIMING / folder_of(network)),
         network=network,
         until="",

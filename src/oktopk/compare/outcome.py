@@ -10,6 +10,7 @@ from oktopk.compare.verdict import network_of, reference_of, verdict
 from oktopk.runlog.reader import RunLog
 from oktopk.runlog.schema import MetricInfo
 from oktopk.train.target import Target
+from oktopk.utils.units import format_metric
 
 FEWER = 1.05
 """Ratios of bytes below it, and above its inverse, are called equal."""
@@ -33,12 +34,13 @@ def outcome(runlogs: Sequence[RunLog], rows: Sequence[Row], metric: MetricInfo) 
     if not others:
         return ""
     value, best = (max if metric.higher_is_better else min)(others)
-    text = f"{rows[best].setting} ended with {metric.label} {value:.3f}{network_of(runlogs)}"
+    ended = f"{metric.label} {format_metric(value)}{network_of(runlogs)}"
+    text = f"{rows[best].setting} ended with {ended}"
     reference = reference_of(runlogs, runlogs[best])
     known = rows[reference].metrics.get(metric.name) if reference is not None else None
     if reference is None or known is None:
         return f"{text}."
-    beside = f"{rows[reference].setting} with {known:.3f}"
+    beside = f"{rows[reference].setting} with {format_metric(known)}"
     return f"{text}, and {beside}; it sent {_bytes(rows[best], rows[reference])}."
 
 

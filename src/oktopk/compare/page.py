@@ -11,6 +11,7 @@ from typing import Any
 from oktopk.compare.networks import folder_of
 from oktopk.compare.outcome import conclusion
 from oktopk.compare.results import Row, as_table
+from oktopk.compare.seeds import seeds_table
 from oktopk.report.colours import PARTS
 from oktopk.report.curves import LOG, line
 from oktopk.report.downsample import FEW_POINTS, downsample
@@ -160,7 +161,7 @@ def write_report(path: Path, places: list[Place], metric: str, target: Target | 
     shown = next((info for info in metrics if info.name == metric), MetricInfo(metric, metric))
     cells = as_table(trained.rows, metrics)
     during = " in the training, which was not on these networks" if len(places) > 1 else ""
-    whole: list[Block] = [table(cells[0], cells[1:])]
+    whole: list[Block] = [table(cells[0], cells[1:]), *_over_seeds(trained, shown)]
     sections = [
         *(_timed(place, shown, metrics, target) for place in places[1:] if place.runlogs),
         Section(_capitalized(shown.label), curves(begun, shown, target) if begun else []),
@@ -187,5 +188,16 @@ def _timed(
         replace(figure, title=f"{figure.title} at {place.network}", note=f"{TIMED} {figure.note}")
         for figure in figures
     )
-    blocks: list[Block] = [metric_figure, table(cells[0], cells[1:]), parts]
+    blocks: list[Block] = [
+        metric_figure,
+        table(cells[0], cells[1:]),
+        *_over_seeds(place, metric),
+        parts,
+    ]
     return Section(f"Timed at {place.network}", blocks)
+
+
+def _over_seeds(place: Place, metric: MetricInfo) -> list[Block]:
+    """A table with one row for all seeds of a setting, if there are several."""
+    cells = seeds_table(place.runlogs, place.rows, metric)
+    return [table(cells[0], cells[1:])] if cells else []

@@ -10,7 +10,7 @@ from shutil import get_terminal_size
 from oktopk.runlog.schema import Record, RunRecord, StepRecord, ValidationRecord
 from oktopk.train.config import Config
 from oktopk.train.console import print_line
-from oktopk.utils.units import format_duration
+from oktopk.utils.units import format_duration, format_metric
 
 LINE_SECONDS = 15.0
 """Seconds between two lines of output, when stdout is not a terminal."""
@@ -64,7 +64,7 @@ class RunProgress:
         for metric in metrics[:1]:
             value = record.metrics.get(metric.name)
             if value is not None:
-                return f"{metric.label} {value:.3f}"
+                return f"{metric.label} {format_metric(value)}"
         return ""
 
     def line(self) -> str:

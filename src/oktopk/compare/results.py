@@ -12,7 +12,7 @@ from oktopk.runlog.aggregates import cumulative_bytes, estimated_totals, steady_
 from oktopk.runlog.reader import RunLog
 from oktopk.runlog.schema import MetricInfo, ProbeRecord, ValidationRecord
 from oktopk.train.target import Target
-from oktopk.utils.units import format_bytes, format_duration
+from oktopk.utils.units import format_bytes, format_duration, format_metric
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +123,11 @@ def _or_dash(write: Callable[[Any], str]) -> Callable[[Any], str]:
     return lambda value: "-" if value is None else write(value)
 
 
+def _signed(difference: float) -> str:
+    """A difference of two metrics with its sign, which 0 has too."""
+    return f"{'-' if difference < 0 else '+'}{format_metric(abs(difference))}"
+
+
 Column = tuple[str, Callable[[Row], Any], Callable[[Any], str]]
 """A heading, the value of a row, and how it is written."""
 
@@ -135,7 +140,7 @@ IMPORTANT = ("setting", "state", "to target", "speed-up", "sent to target", "to 
 def columns(metrics: Sequence[MetricInfo]) -> list[Column]:
     """The columns of the table of a comparison."""
     shown: list[Column] = [
-        (metric.label, lambda row, name=metric.name: row.metrics.get(name), _format(".3f"))
+        (metric.label, lambda row, name=metric.name: row.metrics.get(name), _or_dash(format_metric))
         for metric in metrics
         if metric.shown
     ]
@@ -154,7 +159,7 @@ def columns(metrics: Sequence[MetricInfo]) -> list[Column]:
             _or_dash(format_bytes),
         ),
         *shown,
-        ("to dense", lambda row: row.to_dense, _format("+z.3f")),
+        ("to dense", lambda row: row.to_dense, _or_dash(_signed)),
         ("xi", lambda row: row.xi, _format(".3f")),
         ("sent", lambda row: row.bytes_sent, format_bytes),
         ("ratio", lambda row: row.ratio, _format(".1f")),
@@ -203,7 +208,7 @@ def result_line(runlog: RunLog, target: Target | None) -> str:
     for metric in runlog.metrics:
         value = own.metrics.get(metric.name)
         if metric.shown and value is not None:
-            parts.append(f"{metric.label} {value:.3f}")
+            parts.append(f"{metric.label} {format_metric(value)}")
     parts.append(f"sent {format_bytes(own.bytes_sent)}")
     parts += [f"{own.ms_per_step:.0f} ms/step"] if own.ms_per_step is not None else []
     return ", ".join(parts)

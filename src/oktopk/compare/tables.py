@@ -13,6 +13,7 @@ from oktopk.compare.outcome import conclusion
 from oktopk.compare.page import Place, judged, write_report
 from oktopk.compare.plan import REPORT
 from oktopk.compare.results import Row, as_plain, as_table, compared, fitting, row
+from oktopk.compare.seeds import seeds_table, setting_of
 from oktopk.compare.verdict import REFERENCES, reference_of
 from oktopk.errors import RunError
 from oktopk.report.texttable import aligned, markdown
@@ -46,6 +47,9 @@ def write_tables(
             heading = f"timed at {place.network}:" if place.network else ""
             narrow = fitting(cells, shown.label, get_terminal_size().columns)
             texts += [heading, aligned(narrow)]
+            if by_seeds := seeds_table(place.runlogs, place.rows, shown):
+                write_atomically(folder / f"seeds{place.suffix}.md", markdown(by_seeds))
+                texts += ["by setting, over all seeds:", aligned(by_seeds)]
             if any(place is one for one in judged(places)):
                 texts.append(conclusion(place.runlogs, place.rows, shown, target))
         texts += place.problems
@@ -57,8 +61,8 @@ def _timed(runlogs: list[RunLog], name: str, metric: str, target: Target | None)
     """The runs whose steps were timed on a network, as they would have been there."""
     timed, problems = [], []
     for runlog in runlogs:
-        own = runlog.directory.parent
-        timing = read_runlog(own / TIMING / folder_of(name) / runlog.directory.name)
+        folder, setting = runlog.directory.parent, setting_of(runlog)
+        timing = read_runlog(folder / TIMING / folder_of(name) / setting)
         if runlog.finished and timing.finished:
             try:
                 timed.append(on_network(runlog, timing, name))

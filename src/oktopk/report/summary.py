@@ -10,7 +10,7 @@ from oktopk.runlog.aggregates import totals_of_all_ranks, totals_of_rank_0
 from oktopk.runlog.reader import RunLog
 from oktopk.runlog.run_directory import has_checkpoint
 from oktopk.runlog.schema import STEP_PARTS, MetricInfo, PhaseTotals, WarningRecord
-from oktopk.utils.units import format_bytes, format_duration, list_some
+from oktopk.utils.units import format_bytes, format_duration, format_metric, list_some
 
 MAX_SHOWN = 8
 """Skipped steps and warnings that are listed."""
@@ -79,10 +79,12 @@ def _learned(runlog: RunLog) -> str:
     if len(rates) > 1 and sign * rates[-1][1] < sign * rates[0][1]:
         (first, before), (last, after) = rates[0], rates[-1]
         best, value = min(rates, key=lambda pair: sign * pair[1])
-        better = f"; it was best after step {best}: {value:.3f}" if value != after else ""
+        better = (
+            f"; it was best after step {best}: {format_metric(value)}" if value != after else ""
+        )
         return (
-            f"It learned: {metric.label} went from {before:.3f} after step {first} to {after:.3f} "
-            f"after step {last}{better}."
+            f"It learned: {metric.label} went from {format_metric(before)} after step {first} to "
+            f"{format_metric(after)} after step {last}{better}."
         )
     losses = [step.loss for step in runlog.steps if step.loss is not None]
     if len(losses) < 2:
@@ -90,7 +92,7 @@ def _learned(runlog: RunLog) -> str:
     some = max(1, len(losses) // 10)
     before, after = sum(losses[:some]) / some, sum(losses[-some:]) / some
     # at first a model may recognize nothing, although its loss already falls
-    last = f" {metric.label} is not better yet: {rates[-1][1]:.3f}." if rates else ""
+    last = f" {metric.label} is not better yet: {format_metric(rates[-1][1])}." if rates else ""
     last = last or " It was not validated."
     return f"Training loss went from {before:.3g} to {after:.3g}.{last}"
 
@@ -144,7 +146,7 @@ def _key_figures(runlog: RunLog) -> list[tuple[str, str, str]]:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    return "-" if value is None else format_metric(value)
 
 
 def _times(runlog: RunLog) -> list[tuple[str, str, str]]:

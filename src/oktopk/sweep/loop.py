@@ -35,6 +35,7 @@ from oktopk.train.config_files import load
 from oktopk.train.console import print_line
 from oktopk.train.run_process import command_line, last_lines, log_of
 from oktopk.utils.files import write_atomically
+from oktopk.utils.units import format_metric
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -107,7 +108,7 @@ def attempt(
 
 def _result(plan: Plan, outcome: Outcome) -> str:
     texts = {
-        "COMPLETE": f"finished, {plan.metric.label} {outcome.value or 0:.3f}",
+        "COMPLETE": f"finished, {plan.metric.label} {format_metric(outcome.value or 0)}",
         "PRUNED": "ended early: worse than the median of the others at the same step",
         "FAIL": f"failed: {outcome.text}",
         None: "the time is up; it was saved, and the same command continues it",

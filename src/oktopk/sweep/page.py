@@ -20,6 +20,7 @@ from oktopk.report.page import (
 from oktopk.sweep.results import Result, as_table, ranked
 from oktopk.sweep.space import Range
 from oktopk.train.tasks.base import Metric
+from oktopk.utils.units import format_metric
 
 AXIS_LIMIT = 3.0
 """Axes and colours end at this multiple of the first quartile of the metric, because a trial that
@@ -77,7 +78,7 @@ def parallel(found: list[Result], space: dict[str, Range], metric: Metric) -> li
         y = [_position(one, result.values[name]) for name, one in space.items()]
         settings = [f"{name} {result.values[name]:g}" for name in space]
         text = "<br>".join([f"{result.trial}, {result.state}", *settings])
-        text += f"<br>{metric.label} {value:.3f}"
+        text += f"<br>{metric.label} {format_metric(value)}"
         line = {"color": _between(share), "width": 3 - 2 * share}
         trace = {"type": "scatter", "mode": "lines+markers", "name": result.trial, "line": line}
         trace |= {"x": list(range(len(names))), "y": rounded([*y, share])}

@@ -12,7 +12,7 @@ from oktopk.compare.results import row
 from oktopk.runlog.reader import read_runlog
 from oktopk.sweep.study import values
 from oktopk.train.tasks.base import Metric
-from oktopk.utils.units import format_bytes
+from oktopk.utils.units import format_bytes, format_metric
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -84,7 +84,7 @@ def _cells(result: Result, names: list[str]) -> list[str]:
     return [
         result.trial,
         result.state,
-        "-" if result.metric is None else f"{result.metric:.3f}",
+        "-" if result.metric is None else format_metric(result.metric),
         *(f"{result.values[name]:g}" if name in result.values else "-" for name in names),
         str(result.steps),
         format_bytes(result.bytes_sent),

@@ -79,7 +79,7 @@ class Config:
         0.0, "end the run after this many minutes of training, without validation; 0: no limit"
     )
     until: str = option(
-        "", "end the run when a metric is reached, as in 'wer<0.3'; loss is val_loss; empty: never"
+        "", "end the run when a metric is reached, as in 'loss<2' (val_loss); empty: never"
     )
     batch: int = option(8, "examples per worker and backward pass")
     accumulate: int = option(1, "backward passes per step; their gradients are averaged")

@@ -17,7 +17,7 @@ from oktopk.runlog.schema import (
     ValidationRecord,
 )
 from oktopk.train.tasks.base import Metric
-from oktopk.utils.units import format_duration
+from oktopk.utils.units import format_duration, format_metric
 
 
 class LineHandler(logging.Handler):
@@ -85,7 +85,7 @@ class ProgressBar:
 
 def epoch_line(epoch: EpochRecord) -> str:
     """An epoch in one line: the loss, and the time of a step by part."""
-    loss = "" if epoch.train_loss is None else f"  train loss {epoch.train_loss:.3f}"
+    loss = "" if epoch.train_loss is None else f"  train loss {format_metric(epoch.train_loss)}"
     text = f"epoch {epoch.epoch}{loss}"
     if epoch.seconds:
         serial, overlapped = (
@@ -99,7 +99,7 @@ def validation_lines(validation: ValidationRecord, metrics: Sequence[Metric]) ->
     """A validation: its metrics in one line, then the samples."""
     known = validation.metrics
     values = [
-        f"{metric.label} {known[metric.name]:.3f}"
+        f"{metric.label} {format_metric(known[metric.name])}"
         for metric in metrics
         if metric.shown and known.get(metric.name) is not None
     ]

@@ -11,7 +11,7 @@ from oktopk.train.config import Config
 from oktopk.train.target import Target, parse_target
 from oktopk.train.tasks.registry import task_type
 from oktopk.train.validate import Validation
-from oktopk.utils.units import format_bytes, format_duration
+from oktopk.utils.units import format_bytes, format_duration, format_metric
 
 
 def summary(
@@ -26,7 +26,9 @@ def summary(
     lines = [f"finished in {format_duration(seconds)}"]
     if result is not None:
         task = task_type(config.task)
-        shown = (f"{m.label} {result.metrics[m.name]:.3f}" for m in task.metrics if m.shown)
+        shown = (
+            f"{m.label} {format_metric(result.metrics[m.name])}" for m in task.metrics if m.shown
+        )
         lines.append(f"{', '.join(shown)} on {result.examples} {task.unit}")
         if config.until:
             lines.append(_target_line(parse_target(config.until, task.metrics), result, totals))

@@ -62,4 +62,8 @@ def parse_target(text: str, metrics: Sequence[Metric]) -> Target:
         value = math.nan
     if not math.isfinite(value):
         raise ValueError(f"until: {number!r} is not a number, in {text!r}")
+    if metric.best is not None and (
+        value > metric.best if metric.higher_is_better else value < metric.best
+    ):
+        raise ValueError(f"until: {name} cannot be better than {metric.best:g}, got {number}")
     return Target(metric, value)

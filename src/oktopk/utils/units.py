@@ -15,6 +15,11 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def format_metric(value: float) -> str:
+    """Return a metric or a loss with three decimals, or with three digits if it is below 0.1."""
+    return f"{value:.3f}" if not 0 < abs(value) < 0.1 else f"{value:.3g}"
+
+
 def format_bytes(num_bytes: float) -> str:
     """Return a number of bytes in the largest unit that fits, such as `1.5 MB`."""
     for unit in ("B", "kB", "MB", "GB"):

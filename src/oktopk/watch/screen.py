@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oktopk.runlog.schema import OVERLAPPED_PARTS, STEP_PARTS, TIMED_PARTS
-from oktopk.utils.units import format_bytes, format_duration
+from oktopk.utils.units import format_bytes, format_duration, format_metric
 from oktopk.watch.state import RunState
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -42,9 +42,9 @@ def line(state: RunState, quiet: float, others: str = "") -> str:
     total = state.total_steps
     parts = [status(state, quiet), f"step {state.steps}" + (f" of {total}" if total else "")]
     parts.append(f"{state.last.phase} phase")
-    parts += [f"loss {state.losses[-1]:.3f}"] if state.losses else []
+    parts += [f"loss {format_metric(state.losses[-1])}"] if state.losses else []
     for metric in state.metrics[:1]:
-        parts += [f"{metric.label} {value:.3f}" for value in state.values(metric)[-1:]]
+        parts += [f"{metric.label} {format_metric(value)}" for value in state.values(metric)[-1:]]
     parts += [f"about {format_duration(_seconds_left(state, total))} left"] if total else []
     return ", ".join(parts)
 
@@ -114,7 +114,7 @@ def _loss(state: RunState) -> str:
         return ""
     skipped = state.totals.whole.skipped
     note = f", {skipped} steps skipped" if skipped else ""
-    return f"{sparkline(state.losses)} {state.losses[-1]:.3f}{note}"
+    return f"{sparkline(state.losses)} {format_metric(state.losses[-1])}{note}"
 
 
 def _validation(state: RunState) -> str:
@@ -122,7 +122,7 @@ def _validation(state: RunState) -> str:
     shown = [(m.label, values) for m in state.metrics if m.shown and (values := state.values(m))]
     if not shown:
         return ""
-    last = ", ".join(f"{label} {values[-1]:.3f}" for label, values in shown)
+    last = ", ".join(f"{label} {format_metric(values[-1])}" for label, values in shown)
     return f"{sparkline(shown[0][1])} {last} after step {state.validations[-1].step + 1}"
 
 

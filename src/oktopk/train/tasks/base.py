@@ -43,6 +43,9 @@ class Metric:
     shown: bool = True
     """Whether the terminal and the tables show it. `metrics.jsonl` has all metrics."""
 
+    best: float | None = None
+    """The best value there can be, such as 1 for an accuracy. `--until` refuses what is beyond."""
+
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise ValueError(f"a metric's name must be an identifier, got {self.name!r}")

@@ -25,8 +25,8 @@ class Images(Task):
     """A convolutional network tells the class of an image."""
 
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("accuracy", higher_is_better=True),
-        Metric("val_loss", "validation loss"),
+        Metric("accuracy", higher_is_better=True, best=1),
+        Metric("val_loss", "validation loss", best=0),
     )
     options_type = ImagesOptions
     unit = "images"

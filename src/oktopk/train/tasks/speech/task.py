@@ -31,12 +31,12 @@ class Speech(Task):
     """lstman4 recognizes utterances. They are numbered by duration, shortest first."""
 
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("wer", "WER"),
-        Metric("cer", "CER"),
-        Metric("val_loss", "validation loss"),
+        Metric("wer", "WER", best=0),
+        Metric("cer", "CER", best=0),
+        Metric("val_loss", "validation loss", best=0),
         # mean over utterances of each one's WER, as the original code computed it
-        Metric("mean_utterance_wer", "mean WER of utterances", shown=False),
-        Metric("pseudo_accuracy", "1 - WER", higher_is_better=True, shown=False),
+        Metric("mean_utterance_wer", "mean WER of utterances", shown=False, best=0),
+        Metric("pseudo_accuracy", "1 - WER", higher_is_better=True, shown=False, best=1),
     )
     options_type = SpeechOptions
     unit = "utterances"

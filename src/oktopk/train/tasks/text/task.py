@@ -27,8 +27,8 @@ class Text(Task):
     """
 
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("val_loss", "validation loss"),  # nats per character
-        Metric("accuracy", higher_is_better=True),
+        Metric("val_loss", "validation loss", best=0),  # nats per character
+        Metric("accuracy", higher_is_better=True, best=1),
     )
     options_type = TextOptions
     unit = "crops"

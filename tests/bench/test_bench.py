@@ -137,8 +137,8 @@ def test_misuse_is_told_at_once():
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--rates", "fast"), "a rate is none, or as in 1gbit"),
-        (("--rates", "1kkbit"), "a rate is none, or as in 1gbit"),
+        (("--rates", "fast"), "'fast' is not a rate: write 1gbit"),
+        (("--rates", "1kkbit"), "'1kkbit' is not a rate: write 1gbit"),
         (("--rates", "0bit"), "a rate is from 1kbit to 1tbit, got '0bit'"),
         (("--model", "resnet"), "--model is one of"),
         (("--model", "inf"), "--model is one of"),

@@ -46,6 +46,29 @@ def test_apply_result_equals_the_reference(backend, data, dtypes, divisor):
         check(backend, "apply_result_", grad, residual, *moved, divisor, factor, base)
 
 
+def selection(numel: int, density: float, seed: int) -> Sparse:
+    """Random entries of a vector, at a density."""
+    generator = torch.Generator().manual_seed(seed)
+    where = torch.rand(numel, generator=generator) < density
+    values = torch.randn(numel, generator=generator)[where]
+    return Sparse(where.nonzero().squeeze(1).int(), values, numel)
+
+
+@pytest.mark.parametrize("offset", [0, 3000])
+@pytest.mark.parametrize("density", [0.01, 0.2, 1.0])
+def test_apply_result_equals_the_reference_over_several_blocks(backend, density, offset):
+    numel = 5001
+    grad, residual = torch.ones(numel), torch.arange(float(numel))
+    result, sent = (selection(numel, density, seed) for seed in range(2))
+    moved = [Sparse(s.indices + offset, s.values, s.numel + offset) for s in (result, sent)]
+    check(backend, "apply_result_", grad, residual, *moved, 3, 1.3, offset)
+
+
+def test_merge_equals_the_reference_over_several_blocks(backend):
+    parts = [selection(70_001, 0.02, seed) for seed in range(3)]
+    check(backend, "merge", *joined(parts), 0, 70_001)
+
+
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), factor=st.sampled_from([1.0, 1.3]))
 @examples
 def test_add_at_equals_the_reference(backend, data, dtype, factor):

@@ -26,14 +26,14 @@ def test_rates_and_delays(text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("fast", "a rate is none, or as in 1gbit, 200mbit or 1.5gbit, got 'fast'"),
+        ("fast", "'fast' is not a rate: write 1gbit, 200mbit or 1.5gbit, or none for no limit"),
         ("0mbit", "got '0mbit'"),
         ("0.0001bit", "a rate is from 1kbit to 1tbit, got '0.0001bit'"),
         ("99999999tbit", "a rate is from 1kbit to 1tbit, got '99999999tbit'"),
         ("100mbit:", "a delay is as in 20ms or 500us, at most 10s, got ''"),
         ("100mbit:20", "a delay is as in 20ms or 500us, at most 10s, got '20' in '100mbit:20'"),
         ("100mbit:999999s", "at most 10s, got '999999s'"),
-        ("100", "got '100'"),
+        ("100", "'100' is not a rate"),
     ],
 )
 def test_what_is_no_network_is_refused(text, message):

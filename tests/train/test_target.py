@@ -43,8 +43,8 @@ def test_a_target_is_a_metric_and_a_value(text, name, value):
         ("los<1", "no metric 'los'; it has wer, accuracy, val_loss; did you mean 'loss'?"),
         ("accuracy<0.9", "accuracy is better when it is higher: write 'accuracy>0.9'"),
         ("wer>0.3", "wer is better when it is lower: write 'wer<0.3'"),
-        ("wer<low", "'low' is not a number"),
-        ("wer<nan", "'nan' is not a number"),
+        ("wer<low", "'low' is not a finite number"),
+        ("wer<nan", "'nan' is not a finite number"),
         ("accuracy=99", "accuracy cannot be better than 1, got 99"),
         ("wer<-0.1", "wer cannot be better than 0, got -0.1"),
     ],
@@ -94,3 +94,9 @@ def test_validations_between_epochs_do_not_change_the_training(worlds, corpus, t
         # once where an epoch ends at a multiple of the steps: after step 6 and after step 12
         assert len({one["step"] for one in known}) == len(known) == (6 if every else 2)
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("best", ["0", float("nan"), float("inf")])
+def test_the_best_value_of_a_metric_is_a_number(best):
+    with pytest.raises(ValueError, match="metric mse: best must be a number or None"):
+        Metric("mse", best=best)

@@ -212,7 +212,8 @@ def _wrapped(text: str) -> str:
         return text
     width = get_terminal_size().columns
     return "\n".join(
-        line if len(line) <= width else fill(line, width) for line in text.splitlines()
+        line if len(line) <= width or "  " in line else fill(line, width)  # a row has gaps
+        for line in text.splitlines()
     )
 
 

@@ -82,7 +82,7 @@ def timing_run(run: Config, network: str) -> Config:
 
     It has a few dense steps, and then one period of exact thresholds, whatever the method is: all
     methods are timed with the same batches, since utterances and images may differ in size. Local
-    steps take a few rounds if that is more.
+    steps take a few rounds, which may be more batches.
     """
     sparse = least = LEFT_OUT + run.exact_every
     if run.method in (LOCAL_STEPS, *LOCAL):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from oktopk.compare.results import Row
+from oktopk.compare.seeds import averaged
 from oktopk.compare.verdict import network_of, reference_of, verdict
 from oktopk.runlog.reader import RunLog
 from oktopk.runlog.schema import MetricInfo
@@ -19,8 +20,15 @@ FEWER = 1.05
 def conclusion(
     runlogs: Sequence[RunLog], rows: Sequence[Row], metric: MetricInfo, target: Target | None
 ) -> str:
-    """The verdict of a race; without a target, how the best run ended beside its dense run."""
-    return verdict(runlogs, rows, target) or outcome(runlogs, rows, metric)
+    """The verdict of a race; without a target, how the best run ended beside its dense run.
+
+    With several seeds it is about the means of settings: the best single run may just be lucky.
+    """
+    if settings := averaged(runlogs, rows, metric.name):
+        runlogs = [one.runlog for one in settings]
+        rows = [one.row for one in settings]
+    said = verdict(runlogs, rows, target) or outcome(runlogs, rows, metric)
+    return f"{said} These are means of all seeds." if settings and said else said
 
 
 def outcome(runlogs: Sequence[RunLog], rows: Sequence[Row], metric: MetricInfo) -> str:

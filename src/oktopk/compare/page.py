@@ -11,7 +11,7 @@ from typing import Any
 from oktopk.compare.networks import folder_of
 from oktopk.compare.outcome import conclusion
 from oktopk.compare.results import Row, as_table
-from oktopk.compare.seeds import seeds_table
+from oktopk.compare.seeds import averaged, seeds_table
 from oktopk.report.colours import PARTS
 from oktopk.report.curves import LOG, line
 from oktopk.report.downsample import FEW_POINTS, downsample
@@ -43,6 +43,7 @@ TIMED = (
     "A method takes the same steps on every network. Each run was trained once, and a short run "
     "measured what its steps take on this network."
 )
+SEEDS = "Means of all finished seeds of each setting:"
 NOTE = "A click on a name hides its curve, a double click all others."
 
 
@@ -161,7 +162,7 @@ def write_report(path: Path, places: list[Place], metric: str, target: Target | 
     shown = next((info for info in metrics if info.name == metric), MetricInfo(metric, metric))
     cells = as_table(trained.rows, metrics)
     during = " in the training, which was not on these networks" if len(places) > 1 else ""
-    whole: list[Block] = [table(cells[0], cells[1:]), *_over_seeds(trained, shown)]
+    whole: list[Block] = [table(cells[0], cells[1:]), *_over_seeds(trained, shown, target)]
     sections = [
         *(_timed(place, shown, metrics, target) for place in places[1:] if place.runlogs),
         Section(_capitalized(shown.label), curves(begun, shown, target) if begun else []),
@@ -191,13 +192,14 @@ def _timed(
     blocks: list[Block] = [
         metric_figure,
         table(cells[0], cells[1:]),
-        *_over_seeds(place, metric),
+        *_over_seeds(place, metric, target),
         parts,
     ]
     return Section(f"Timed at {place.network}", blocks)
 
 
-def _over_seeds(place: Place, metric: MetricInfo) -> list[Block]:
+def _over_seeds(place: Place, metric: MetricInfo, target: Target | None) -> list[Block]:
     """A table with one row for all seeds of a setting, if there are several."""
-    cells = seeds_table(place.runlogs, place.rows, metric)
-    return [table(cells[0], cells[1:])] if cells else []
+    settings = averaged(place.runlogs, place.rows, metric.name)
+    cells = seeds_table(settings, metric, is_race=target is not None)
+    return [paragraph(SEEDS), table(cells[0], cells[1:])] if cells else []

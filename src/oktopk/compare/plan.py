@@ -165,7 +165,7 @@ def refuse_others(
         timing = timing_run(replace(run, runs=str(folder)), network)
         path = directory_of(timing)
         if (path / METRICS_FILE).exists():
-            _refuse_other(path, _stored(path), timing)
+            _refuse_other(path, _stored(path), timing, "remove it to time it again")
 
 
 def _runs_in(folder: Path) -> list[Path]:
@@ -182,7 +182,12 @@ def _stored(run: Path) -> Config:
     return load_run(run / CONFIG_FILE)
 
 
-def _refuse_other(run: Path, stored: Config, same: Config) -> None:
+def _refuse_other(
+    run: Path,
+    stored: Config,
+    same: Config,
+    remedy: str = "give another --name, or the flags of that run, or remove its folder",
+) -> None:
     """Raise if a run was trained with other settings than these.
 
     A run without a target was trained to its end, so any target can be looked up in it. Where
@@ -199,8 +204,7 @@ def _refuse_other(run: Path, stored: Config, same: Config) -> None:
     if differing:
         raise RunError(
             f"{run} was trained with {_values(differing, 0)}, and this is "
-            f"{_values(differing, 1)}: give another --name, or the flags of that run, or remove "
-            "its folder"
+            f"{_values(differing, 1)}: {remedy}"
         )
 
 

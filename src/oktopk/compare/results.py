@@ -133,7 +133,10 @@ Column = tuple[str, Callable[[Row], Any], Callable[[Any], str]]
 
 OPTIONAL = ("to target", "speed-up", "sent to target", "to dense", "xi")
 """Columns that are left out when no run has a value."""
-IMPORTANT = ("setting", "state", "to target", "speed-up", "sent to target", "to dense", "sent")
+IMPORTANT = (
+    *("setting", "state", "to target", "speed-up", "lowest to highest", "seeds", "reached"),
+    *("sent to target", "to dense", "sent"),
+)
 """Columns that a narrow terminal shows first, in this order; the metric is the fifth."""
 
 

@@ -13,7 +13,7 @@ from oktopk.compare.outcome import conclusion
 from oktopk.compare.page import Place, judged, write_report
 from oktopk.compare.plan import REPORT
 from oktopk.compare.results import Row, as_plain, as_table, compared, fitting, row
-from oktopk.compare.seeds import seeds_table, setting_of
+from oktopk.compare.seeds import averaged, seeds_table, setting_of
 from oktopk.compare.verdict import REFERENCES, reference_of
 from oktopk.errors import RunError
 from oktopk.report.texttable import aligned, markdown
@@ -45,21 +45,23 @@ def write_tables(
             rows = json.dumps(as_plain(place.rows), indent=1) + "\n"
             write_atomically(folder / f"table{place.suffix}.json", rows)
             heading = f"timed at {place.network}:" if place.network else ""
-            narrow = fitting(cells, shown.label, get_terminal_size().columns)
-            texts += [heading, aligned(narrow)]
-            if by_seeds := seeds_table(place.runlogs, place.rows, shown):
+            width = get_terminal_size().columns
+            texts += [heading, aligned(fitting(cells, shown.label, width))]
+            settings = averaged(place.runlogs, place.rows, metric)
+            if by_seeds := seeds_table(settings, shown, is_race=target is not None):
                 write_atomically(folder / f"seeds{place.suffix}.md", markdown(by_seeds))
-                texts += ["by setting, over all seeds:", aligned(by_seeds)]
+                texts += ["means of all seeds:", aligned(fitting(by_seeds, shown.label, width))]
             if any(place is one for one in judged(places)):
                 texts.append(conclusion(place.runlogs, place.rows, shown, target))
         texts += place.problems
     write_report(folder / REPORT, places, metric, target)
-    return "\n".join(filter(None, [*texts, f"{folder}: table.md, table.json, {REPORT}"]))
+    names = ", ".join(path.name for path in sorted(folder.glob("*.md")))
+    return "\n".join(filter(None, [*texts, f"{folder}: {names}, table.json, {REPORT}"]))
 
 
 def _timed(runlogs: list[RunLog], name: str, metric: str, target: Target | None) -> Place:
     """The runs whose steps were timed on a network, as they would have been there."""
-    timed, problems = [], []
+    timed, problems, untimed = [], [], {}
     for runlog in runlogs:
         folder, setting = runlog.directory.parent, setting_of(runlog)
         timing = read_runlog(folder / TIMING / folder_of(name) / setting)
@@ -68,6 +70,9 @@ def _timed(runlogs: list[RunLog], name: str, metric: str, target: Target | None)
                 timed.append(on_network(runlog, timing, name))
             except RunError as error:  # said below the table, which has the others
                 problems.append(str(error))
+        elif runlog.finished:
+            untimed[setting] = f"{setting} was not timed at {name}"
+    problems += untimed.values() if timed else ()
     return Place(name, timed, _rows(timed, metric, target), tuple(problems))
 
 
@@ -81,9 +86,10 @@ def _rows(runlogs: list[RunLog], metric: str, target: Target | None) -> list[Row
     ]
 
 
-def _order(runlog: RunLog) -> tuple[int, str, float, int]:
-    """The references first, then by method, density and seed."""
+def _order(runlog: RunLog) -> tuple[int, str, float, int, int]:
+    """The references first, then by method, density, interval and seed."""
     method = runlog.config.get("method", "")
     density = runlog.config.get("density", 0.0)
-    rest = (0.0 if density == AUTO else density, runlog.config.get("seed", 0))
+    numbers = (runlog.config.get(name, 0) for name in ("every", "seed"))
+    rest = (0.0 if density == AUTO else density, *numbers)
     return (REFERENCES.index(method) if method in REFERENCES else len(REFERENCES), method, *rest)

@@ -44,7 +44,9 @@ def check_rate(rate: str) -> None:
         return
     found = RATE.fullmatch(rate)
     if found is None:
-        raise ValueError(f"a rate is none, or as in 1gbit, 200mbit or 1.5gbit, got {rate!r}")
+        raise ValueError(
+            f"{rate!r} is not a rate: write 1gbit, 200mbit or 1.5gbit, or none for no limit"
+        )
     if not SLOWEST <= float(found[1]) * UNITS[found[2]] <= FASTEST:
         raise ValueError(f"a rate is from 1kbit to 1tbit, got {rate!r}")
 

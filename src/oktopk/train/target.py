@@ -40,7 +40,9 @@ def parse_target(text: str, metrics: Sequence[Metric]) -> Target:
     """
     found = re.fullmatch(r"\s*(\w+)\s*(<=|>=|==|<|>|=)\s*(\S+)\s*", text)
     if found is None:
-        raise ValueError(f"until must be a metric and a value, as in 'wer<0.3', got {text!r}")
+        sign = ">" if metrics[0].higher_is_better else "<"
+        example = f"{metrics[0].name}{sign}0.3"
+        raise ValueError(f"until must be a metric and a value, as in '{example}', got {text!r}")
     name, sign, number = found.groups()
     names = {metric.name: metric for metric in metrics}
     metric = names.get(name) or names.get(ALIASES.get(name, ""))
@@ -61,7 +63,7 @@ def parse_target(text: str, metrics: Sequence[Metric]) -> Target:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ValueError(f"until: {number!r} is not a number, in {text!r}")
+        raise ValueError(f"until: {number!r} is not a finite number, in {text!r}")
     if metric.best is not None and (
         value > metric.best if metric.higher_is_better else value < metric.best
     ):

@@ -16,8 +16,10 @@ def format_duration(seconds: float) -> str:
 
 
 def format_metric(value: float) -> str:
-    """Return a metric or a loss with three decimals, or with three digits if it is below 0.1."""
-    return f"{value:.3f}" if not 0 < abs(value) < 0.1 else f"{value:.3g}"
+    """Return a metric or a loss with three decimals; with three digits if it is below 0.1."""
+    if abs(value) >= 1e6:
+        return f"{value:.3g}"
+    return f"{value:z.3f}" if value == 0 or abs(value) >= 0.0995 else f"{value:#.3g}"
 
 
 def format_bytes(num_bytes: float) -> str:

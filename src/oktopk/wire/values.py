@@ -36,7 +36,7 @@ class ValueCodec(Protocol):
         ...
 
     def decode(self, words: Tensor, out: Tensor) -> None:
-        """Fill `out` with the values that `encode` wrote, as the receiver reads them."""
+        """Fill `out`, which is contiguous, with the values that `encode` wrote."""
         ...
 
 
@@ -128,7 +128,7 @@ class Quantized:
         return words
 
     def decode(self, words: Tensor, out: Tensor) -> None:
-        values = out if out.dtype == torch.float32 else out.float()
+        values = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
         kernels.dequantize(*self._split(words, out.numel()), self.num_bits, values)
         if values is not out:
             out.copy_(values)

@@ -28,26 +28,22 @@ def _correct(
     before,
     after,
 ):
-    # The late entries are gathered first, without a branch, which the processor would mispredict
-    # every other time: what is written for an entry that is not late is overwritten by the next.
     count = 0
     for i in range(indices.size):
-        at = np.uint32(indices[i])
+        at = np.intp(indices[i])
         age = step - last_arrival[at]
         last_arrival[at] = step
-        positions[count] = at
-        before[count] = shares[min(max(age, 0), shares.size - 1)]
-        after[count] = values[i]
-        count += age > 1
-    for i in range(count):
-        at, share = np.uint32(positions[i]), before[i]
-        total = after[i] / scale
-        square = total * total
-        before[i] = exp_avg_sq[at]
-        after[i] = beta2 * before[i] + square * share
-        lowered = (after[i] - one_minus_beta2 * square) / beta2
-        # not below 0, but a NaN stays one
-        exp_avg_sq[at] = lowered if lowered >= 0 or lowered != lowered else np.float32(0)
+        if age > 1:
+            total = values[i] / scale
+            square = total * total
+            then = beta2 * exp_avg_sq[at] + square * shares[min(age, shares.size - 1)]
+            positions[count] = at
+            before[count] = exp_avg_sq[at]
+            after[count] = then
+            lowered = (then - one_minus_beta2 * square) / beta2
+            # not below 0, but a NaN stays one
+            exp_avg_sq[at] = lowered if lowered >= 0 or lowered != lowered else np.float32(0)
+            count += 1
     return count
 
 

@@ -9,6 +9,7 @@ batch into a loss, and a batch of test examples into metrics.
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,6 +50,9 @@ class Metric:
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise ValueError(f"a metric's name must be an identifier, got {self.name!r}")
+        best = self.best
+        if best is not None and not (isinstance(best, int | float) and math.isfinite(best)):
+            raise ValueError(f"metric {self.name}: best must be a number or None, got {best!r}")
         if not self.label:
             object.__setattr__(self, "label", self.name.replace("_", " "))
 

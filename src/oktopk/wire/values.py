@@ -129,7 +129,8 @@ class Quantized:
 
     def decode(self, words: Tensor, out: Tensor) -> None:
         values = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-        kernels.dequantize(*self._split(words, out.numel()), self.num_bits, values)
+        parameters, codes = self._split(words, out.numel())
+        kernels.dequantize(parameters, codes, self.num_bits, values)
         if values is not out:
             out.copy_(values)
 

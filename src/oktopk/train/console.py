@@ -97,11 +97,10 @@ def epoch_line(epoch: EpochRecord) -> str:
 
 def validation_lines(validation: ValidationRecord, metrics: Sequence[Metric]) -> str:
     """A validation: its metrics in one line, then the samples."""
-    known = validation.metrics
     values = [
-        f"{metric.label} {format_metric(known[metric.name])}"
+        f"{metric.label} {format_metric(value)}"
         for metric in metrics
-        if metric.shown and known.get(metric.name) is not None
+        if metric.shown and (value := validation.metrics.get(metric.name)) is not None
     ]
     lines = [f"validated after step {validation.step + 1}: {', '.join(values)}"]
     for sample in validation.samples or ():

@@ -186,7 +186,7 @@ def _refuse_other(
     run: Path,
     stored: Config,
     same: Config,
-    remedy: str = "give another --name, or the flags of that run, or remove its folder",
+    advice: str = "give another --name, or the flags of that run, or remove its folder",
 ) -> None:
     """Raise if a run was trained with other settings than these.
 
@@ -204,7 +204,7 @@ def _refuse_other(
     if differing:
         raise RunError(
             f"{run} was trained with {_values(differing, 0)}, and this is "
-            f"{_values(differing, 1)}: {remedy}"
+            f"{_values(differing, 1)}: {advice}"
         )
 
 

@@ -119,7 +119,8 @@ def _format(how: str) -> Callable[[Any], str]:
     return lambda value: "-" if value is None else format(value, how)
 
 
-def _or_dash(write: Callable[[Any], str]) -> Callable[[Any], str]:
+def or_dash(write: Callable[[Any], str]) -> Callable[[Any], str]:
+    """How a value is written that may be missing."""
     return lambda value: "-" if value is None else write(value)
 
 
@@ -143,7 +144,7 @@ IMPORTANT = (
 def columns(metrics: Sequence[MetricInfo]) -> list[Column]:
     """The columns of the table of a comparison."""
     shown: list[Column] = [
-        (metric.label, lambda row, name=metric.name: row.metrics.get(name), _or_dash(format_metric))
+        (metric.label, lambda row, name=metric.name: row.metrics.get(name), or_dash(format_metric))
         for metric in metrics
         if metric.shown
     ]
@@ -153,16 +154,16 @@ def columns(metrics: Sequence[MetricInfo]) -> list[Column]:
         (
             "to target",
             lambda row: row.arrival and row.arrival.seconds,
-            _or_dash(format_duration),
+            or_dash(format_duration),
         ),
         ("speed-up", lambda row: row.speedup, _format(".1f")),
         (
             "sent to target",
             lambda row: row.arrival and row.arrival.bytes_sent,
-            _or_dash(format_bytes),
+            or_dash(format_bytes),
         ),
         *shown,
-        ("to dense", lambda row: row.to_dense, _or_dash(_signed)),
+        ("to dense", lambda row: row.to_dense, or_dash(_signed)),
         ("xi", lambda row: row.xi, _format(".3f")),
         ("sent", lambda row: row.bytes_sent, format_bytes),
         ("ratio", lambda row: row.ratio, _format(".1f")),

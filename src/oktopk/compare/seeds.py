@@ -7,10 +7,9 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
-from typing import Any
 
 from oktopk.compare.networks import without_seed
-from oktopk.compare.results import Arrival, Row, compared
+from oktopk.compare.results import Arrival, Row, compared, or_dash
 from oktopk.compare.verdict import reference_of
 from oktopk.runlog.reader import RunLog
 from oktopk.runlog.schema import MetricInfo
@@ -80,23 +79,20 @@ def _columns(metric: MetricInfo) -> dict[str, Callable[[Averaged], str]]:
             return "-"
         return f"{format_metric(min(known))} to {format_metric(max(known))}"
 
-    def written(value: Any, write: Callable[[Any], str]) -> str:
-        return "-" if value is None else write(value)
-
     return {
         "setting": lambda one: one.row.setting,
         "seeds": lambda one: str(len(one.rows)),
         "reached": lambda one: (
             f"{sum(row.arrival is not None for row in one.rows)} of {len(one.rows)}"
         ),
-        "to target": lambda one: written(
-            one.row.arrival and one.row.arrival.seconds, format_duration
+        "to target": lambda one: or_dash(format_duration)(
+            one.row.arrival and one.row.arrival.seconds
         ),
-        "speed-up": lambda one: written(one.row.speedup, "{:.1f}".format),
-        "sent to target": lambda one: written(
-            one.row.arrival and one.row.arrival.bytes_sent, format_bytes
+        "speed-up": lambda one: or_dash("{:.1f}".format)(one.row.speedup),
+        "sent to target": lambda one: or_dash(format_bytes)(
+            one.row.arrival and one.row.arrival.bytes_sent
         ),
-        metric.label: lambda one: written(one.row.metrics.get(metric.name), format_metric),
+        metric.label: lambda one: or_dash(format_metric)(one.row.metrics.get(metric.name)),
         "lowest to highest": spread,
     }
 

@@ -220,10 +220,11 @@ def odd_states(act: str) -> Kind:
         plant = trial.plant(act, *("backward", "on_step")) if act == "state" else Plant(act)
         ends = world.run(world.with_plant(jobs, victim, plant))
         found = world.finished_alike(ends, reference)
-        known = [step["state"] for step in reference[victim].notes["steps"]]
+        known = {step["at"]: step["state"] for step in reference[victim].notes["steps"]}
         for odd in ends[victim].notes["odd"]:
-            if odd.get("at", 0) > 0 and odd["state"] != known[odd["at"] - 1]:
-                text = f"a state of rank {victim} after {odd['at']} steps is none of the run's"
+            is_known = odd.get("at", 0) == 0 or odd["state"] == known[odd["at"]]
+            if not is_known or odd.get("torn"):
+                text = f"a state of rank {victim} after {odd['at']} exchanges is none of the run's"
                 return [*found, Finding("lost", text)]
         return found
 
@@ -261,7 +262,17 @@ def full_disk(trial: Trial) -> list[Finding]:
     return world.failed_clearly(ends, victim) or world.resumed(jobs, reference)
 
 
-KINDS: dict[str, Kind] = {
+def by_local_steps(kind: Kind) -> Kind:
+    """The same fault in a run that trains by `local_steps`."""
+
+    def local(trial: Trial) -> list[Finding]:
+        trial.is_local = True
+        return kind(trial)
+
+    return local
+
+
+ATTACHED: dict[str, Kind] = {
     "kill": signalled(signal.SIGKILL),
     "terminate": signalled(signal.SIGTERM),
     "interrupt": signalled(signal.SIGINT),
@@ -285,3 +296,8 @@ KINDS: dict[str, Kind] = {
     "shrink": shrunk,
     "full-disk": full_disk,
 }
+
+LOCAL = ("kill", "terminate", "interrupt", "stop", "stop-continue", "late", "raise", "exit")
+LOCAL = (*LOCAL, "raise-on-step", "state-in-backward", "state-from-thread", "full-disk")
+
+KINDS = ATTACHED | {f"local-{name}": by_local_steps(ATTACHED[name]) for name in LOCAL}

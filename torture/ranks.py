@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that trains a small model with `attach`, and does one thing wrong if it is told to."""
+"""A rank that trains a small model by `attach` or `local_steps`, and errs where it is told to."""
 
 from __future__ import annotations
 
@@ -56,6 +56,8 @@ class Job:
     """Of the store; it lives in the process that started the ranks."""
 
     attached: dict[str, Any]
+    """Arguments of `attach`, or of `local_steps` where `every` is one of them."""
+
     steps: int = 12
     without: int = -1
     """A batch that is left out."""
@@ -102,6 +104,8 @@ class Planted:
         self._job, self.step = job, 0
         self.handle: Any = None
         self.model: Any = None
+        self.moves = 0
+        """Begins and ends of updates of the weights: odd inside of one."""
 
     def at(self, place: str) -> None:
         for plant in self._job.plants:
@@ -144,12 +148,24 @@ class Planted:
 
     def take_state(self) -> None:
         """A state at an odd moment; refusing it is an answer too."""
+        moves = self.moves
         try:
             state = self.handle.state_dict()
-            found = {"at": json.loads(state["metadata"])["engine"]["step"], "state": owed(state)}
+            found = {"at": exchanges(state), "state": owed(state)}
+            if moves == self.moves and moves % 2 == 0 and state.get("local_steps") == 0:
+                found["torn"] = digest(state["weights"]) != digest(state["anchor"])
         except Exception as error:  # noqa: BLE001 - judged by the type and the message
             found = {"refused": f"{type(error).__name__}: {error}"}
         note(self._job, "odd", found)
+
+    def watch(self, optimizer: Any) -> None:
+        """Note when an optimizer moves the weights. Before `local_steps` adds a hook of its own."""
+
+        def move(*_: Any) -> None:
+            self.moves += 1
+
+        optimizer.register_step_pre_hook(move)
+        optimizer.register_step_post_hook(move)
 
 
 def note(job: Job, name: str, entry: dict[str, Any]) -> None:
@@ -182,7 +198,13 @@ def owed(state: dict[str, Any]) -> str:
     Not the layout of the buckets: a step takes on DDP's at its beginning, and a run that is resumed
     from either gives the same bits.
     """
-    return digest({"residuals": state["residuals"], "arrived": state["arrived"]})
+    names = ("residuals", "arrived", "anchor", "momentum")
+    return digest({name: state[name] for name in names if name in state})
+
+
+def exchanges(state: dict[str, Any]) -> int:
+    """How many exchanges a handle had finished when its state was taken."""
+    return json.loads(state["metadata"])["engine"]["step"]
 
 
 def build(job: Job) -> nn.Module:
@@ -224,13 +246,20 @@ def main(job: Job) -> None:
 def train(job: Job, planted: Planted) -> None:
     """The steps as a user would write them, with a checkpoint of every third."""
     model = build(job)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.02, init_sync=job.init_sync)
+    is_local = "every" in job.attached
+    ddp: Any = model
+    if not is_local:
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.02, init_sync=job.init_sync)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     planted.model = model
+    planted.watch(optimizer)
     planted.at("attach")
     handle = None
     if job.attaches:
-        handle = oktopk.attach(ddp, timeout=job.timeout, **job.attached)
+        if is_local:
+            handle = oktopk.local_steps(model, optimizer, timeout=job.timeout, **job.attached)
+        else:
+            handle = oktopk.attach(ddp, timeout=job.timeout, **job.attached)
         handle.on_step = lambda stats: planted.at("on_step")
         planted.handle = handle
     hooked = [p for p in model.parameters() if p.ndim == 2][1]
@@ -255,8 +284,9 @@ def one_step(job: Job, planted: Planted, ddp: Any, optimizer: Any, step: int) ->
     planted.at("forward")
     planted.poison(cross_entropy(ddp(x), y)).backward()
     planted.at("optimizer")
+    is_local = "every" in job.attached  # there a skipped exchange is no skipped step
     stats = planted.handle.stats if planted.handle is not None else None
-    if stats is None or not stats.skipped:
+    if is_local or stats is None or not stats.skipped:
         optimizer.step()
 
 
@@ -267,7 +297,8 @@ def after_step(job: Job, planted: Planted, optimizer: Any, step: int) -> None:
     if planted.handle is not None:
         entry["skipped"] = planted.handle.skipped_steps
         if job.extra.get("states"):
-            entry["state"] = owed(planted.handle.state_dict())
+            state = planted.handle.state_dict()
+            entry |= {"at": exchanges(state), "state": owed(state)}
     note(job, "steps", entry)
     if planted.handle is not None and (step + 1) % SAVE_EVERY == 0:
         states = planted.model.state_dict(), optimizer.state_dict(), planted.handle.state_dict()

@@ -19,6 +19,9 @@ STEPS = 12
 
 WARMUP = 3
 
+EVERY = 4
+"""Of `local_steps`: every checkpoint but the last is inside a round."""
+
 
 class SkippedError(Exception):
     """The kind cannot be tried on this machine; the message says why."""
@@ -35,6 +38,8 @@ class Trial:
     """Runs without a fault, by their settings; shared by all trials."""
 
     lock: Any = field(default_factory=threading.Lock)
+    is_local: bool = False
+    """Whether its runs train by `local_steps`, else by `attach`."""
 
     def reference(self, jobs: list[Job]) -> list[world.Ended]:
         """The same run without a fault."""
@@ -61,10 +66,12 @@ class Trial:
 
     def jobs(self, methods: tuple[str, ...] = (), **more: Any) -> list[Job]:
         """A small run with a method and a number of ranks drawn at random."""
-        method = self.rng.choice(methods or ("oktopk", "oktopk", *oktopk.METHODS))
-        attached = {"method": method, "density": 0.1, "warmup_steps": WARMUP, "check_every": 4}
+        methods = methods or ("oktopk", "oktopk", *oktopk.METHODS)
+        method = self.rng.choice((*methods, "auto", "auto") if self.is_local else methods)
+        own = {"every": EVERY} if self.is_local else {"warmup_steps": WARMUP, "check_every": 4}
+        attached = {"method": method, "density": 0.1} | own
         size = self.rng.choice((2, 3, 3))
-        self.what = f"{size} ranks, {method}"
+        self.what = f"{size} ranks, {'local steps, ' * self.is_local}{method}"
         return world.jobs_of(self.folder, size, attached, **({"steps": STEPS} | more))
 
     def victim(self, jobs: list[Job]) -> int:
@@ -76,6 +83,8 @@ class Trial:
         """An act at one of the places, in a step after which others still need the rank."""
         place = self.rng.choice(places)
         step = {"save": self.rng.choice((2, 5, 8)), "join": 0, "attach": 0, "leave": 0}
+        if self.is_local:  # only some steps end with an exchange
+            step["on_step"] = self.rng.choice((EVERY - 1, 2 * EVERY - 1))
         plant = Plant(act, place, step.get(place, self.rng.randrange(STEPS - 1)), **more)
         self.what += f": {act} in {place} of step {plant.step}"
         return plant

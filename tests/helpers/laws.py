@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +13,17 @@ from oktopk import (
     METHODS,
     Policy,
     Reducer,
+    Settings,
     StepStats,
     local_steps,
     simulate,
 )
 from oktopk.comm.communicator import Comm
 from oktopk.comm.torch_transport import TorchTransport
+from oktopk.engine.engine import Engine
+from oktopk.methods.base import SparseSum, codec_for
+from oktopk.sparse import Sparse
+from oktopk.wire.codec import CodecName, EntryRange, encode
 from streams import STREAMS
 
 WAYS = {name: {"method": name} for name in METHODS}
@@ -29,13 +35,29 @@ WAYS["oktopk, long path"] = {"method": "oktopk", "short_bytes": 0}
 class Step:
     """One rank's step. `total` is the result as the sum over ranks, rebuilt from the average.
 
-    Averaged over senders it is the average: how many sent an entry is not known here.
+    Averaged over senders it is the average.
     """
 
     acc: Tensor
     total: Tensor
     residual: Tensor
     stats: StepStats
+    settings: Settings
+    sent: Sparse | None
+    """What this rank sent; None in a dense step."""
+
+
+def record_sent(engine: Engine) -> list[Sparse | None]:
+    """A list that gets what this rank sends in every step from now on."""
+    seen, finish = [], engine.finish
+
+    def recorded(step, *args, **more):
+        sums = step.recorder.sums[0]
+        seen.append(deepcopy(sums.sent) if isinstance(sums, SparseSum) else None)
+        return finish(step, *args, **more)
+
+    engine.finish = recorded
+    return seen
 
 
 def trajectory(
@@ -45,7 +67,7 @@ def trajectory(
     place = {"comm": where} if isinstance(where, Comm) else {"group": where}
     reducer = Reducer(n, density=density, **WAYS[method], **place, **more)
     rank, size = reducer.comm.rank, reducer.comm.size
-    done = []
+    done, sent = [], record_sent(reducer._engine)
     for step in range(steps):
         grad = STREAMS[stream](n, rank, step).to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
@@ -55,7 +77,8 @@ def trajectory(
         residual = reducer.residual.to(torch.float64, copy=True)
         over_all = reducer.settings.average == "all" or stats.phase == "dense"
         times = size if over_all else 1
-        done.append(Step(acc.double(), grad.double() * times, residual, stats))
+        total = grad.double() * times
+        done.append(Step(acc.double(), total, residual, stats, reducer.settings, sent[-1]))
     return done
 
 
@@ -79,7 +102,7 @@ def local_steps_trajectory(
     how = {"method": method, "density": density, "every": every, "on_step": seen.append}
     handle = local_steps(model, optimizer, comm=comm, **how, **arguments)
     over_all = handle.settings.average == "all" or method == "dense"
-    done = []
+    done, sent = [], record_sent(handle.driver.engine)
     for number in range(rounds):
         before = weights.detach().to(torch.float64, copy=True).view(-1)
         residual = handle.residuals.get("0", torch.zeros(n, dtype=dtype)).double().view(-1)
@@ -95,7 +118,8 @@ def local_steps_trajectory(
         residual = handle.residuals.get("0", torch.zeros(n, dtype=dtype))
         residual = residual.to(torch.float64, copy=True).view(-1)
         times = comm.size if over_all else 1
-        done.append(Step(acc + (before - now), mean * times, residual, seen[-1]))
+        acc += before - now
+        done.append(Step(acc, mean * times, residual, seen[-1], handle.settings, sent[-1]))
     handle.close()
     return done
 
@@ -106,23 +130,48 @@ def simulated(size: int, *args, **more) -> list[list[Step]]:
 
 
 def num_senders(done: tuple[Step, ...]) -> Tensor:
-    """By entry, how many times the average has left the residuals: a whole number, at most P."""
-    left = sum(rank.acc - rank.residual for rank in done)
-    mean = done[0].total
-    num = torch.where(mean == 0, 0.0, left / mean).round()
-    assert ((num >= 0) & (num <= len(done))).all()
-    assert num[mean != 0].all()
+    """By entry, how many ranks sent it: counted from what each of them sent, not from residuals."""
+    sent = [rank.sent for rank in done]
+    if done[0].settings.method == "gtopk":
+        return num_merged(sent, done[0].stats.k, done[0].settings.wire)
+    num = torch.zeros(sent[0].numel, dtype=torch.float64)
+    for each in sent:
+        num[each.indices.long()] += 1
     return num
 
 
-def assert_nothing_is_lost(ranks: list[list[Step]], tolerance: float, average: str = "all") -> None:
+def num_merged(sent: list[Sparse], k: int, wire: CodecName) -> Tensor:
+    """The same for the tree of `gtopk`, in which an entry may be cut on one branch and survive on
+    another: merged here as the paper says, in dense vectors."""
+    sums = [each.to_dense() for each in sent]
+    nums = [Sparse(each.indices, torch.ones_like(each.values), each.numel) for each in sent]
+    nums, numel, stride = [each.to_dense() for each in nums], sent[0].numel, 1
+    while stride < len(sent):
+        for parent in range(0, len(sent) - stride, 2 * stride):
+            child = parent + stride
+            (indices,) = nums[child].nonzero(as_tuple=True)
+            values, entries = sums[child][indices], EntryRange(len(indices), 0, numel)
+            codec = codec_for(values, wire)
+            sums[child][indices] = encode(indices.int(), values, entries, codec).values
+            sums[parent] += sums[child]
+            nums[parent] += nums[child]
+            (indices,) = nums[parent].nonzero(as_tuple=True)
+            by_size = sums[parent][indices].abs().argsort(descending=True, stable=True)
+            cut = indices[by_size[k:]]
+            sums[parent][cut] = nums[parent][cut] = 0
+        stride *= 2
+    return nums[0].double()
+
+
+def assert_nothing_is_lost(ranks: list[list[Step]], tolerance: float) -> None:
     """Sum of acc = result + sum of residuals; tolerance 0 asks for the very bits.
 
     Averaged over senders, the result counts as many times as it had senders.
     """
     for step, done in enumerate(zip(*ranks, strict=True)):
         had = sum(rank.acc for rank in done)
-        total = done[0].total if average == "all" else done[0].total * num_senders(done)
+        by_senders = done[0].settings.average == "senders" and done[0].sent is not None
+        total = done[0].total * num_senders(done) if by_senders else done[0].total
         total = total if tolerance else total.round()
         have = total + sum(rank.residual for rank in done)
         scale = max(1.0, *(float(rank.acc.abs().max()) if len(rank.acc) else 0.0 for rank in done))

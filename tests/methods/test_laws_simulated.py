@@ -53,10 +53,7 @@ def test_laws_hold_for_many_simulated_ranks(P, steps, method):
 def test_laws_hold_whatever_the_shape(method, P, n, density, stream, dtype, average, decay):
     more = {"exact_every": 3, "bounds_every": 2, "average": average, "decay": decay}
     ranks = simulated(P, method, n, density, stream, 5, dtype, **more)
-    whole = average if method != "dense" else "all"  # everything is sent by all ranks
-    if whole == "all" or dtype == torch.float64:
-        tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-        assert_nothing_is_lost(ranks, tolerance, whole)
+    assert_nothing_is_lost(ranks, tolerance=1e-12 if dtype == torch.float64 else 1e-5)
     assert_all_agree(ranks)
     for done in ranks:
         for step in done:
@@ -83,4 +80,4 @@ def test_rounded_averages_over_senders_lose_nothing(method, P, wire):
     how = {"wire": wire, "average": "senders", "decay": 0.9}
     ranks = simulated(P, method, 1000, 0.05, "heavy", 12, torch.float32, **how)
     assert_all_agree(ranks)
-    assert_nothing_is_lost(ranks, 1e-5, "all" if method == "dense" else "senders")
+    assert_nothing_is_lost(ranks, tolerance=1e-5)

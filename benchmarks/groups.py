@@ -68,7 +68,8 @@ def work(args: argparse.Namespace) -> None:
     torch.manual_seed(dist.get_rank())
     build, data = MODELS[args.model]
     model, x, seen = DistributedDataParallel(build(), bucket_cap_mb=args.bucket_mb), data(), []
-    handle = oktopk.attach(model, warmup_steps=0, on_step=seen.append, exact_every=1000)
+    how = {"density": 0.02, "wire": "bf16", "exact_every": 1000}
+    handle = oktopk.attach(model, warmup_steps=0, on_step=seen.append, **how)
     for _ in range(FIRST):
         timed_step(model, x)
     engine = handle.driver.engine

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import oktopk
 
 WIDTH, LAYERS, WARMUP, STEPS = 1024, 24, 3, 10
+HOW = {"density": 0.02, "wire": "bf16"}
 OPTIMIZERS = {
     "SGD, momentum": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
@@ -54,7 +55,7 @@ def work(rank: int, where: str, dtype: str, optimizer_name: str, sparse: bool, o
     model = DistributedDataParallel(net.to(DTYPES[dtype]), gradient_as_bucket_view=True)
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     if sparse:
-        oktopk.attach(model, optimizer=optimizer, warmup_steps=WARMUP, ramp_steps=0)
+        oktopk.attach(model, optimizer=optimizer, warmup_steps=WARMUP, ramp_steps=0, **HOW)
     x = torch.randn(8, WIDTH, dtype=DTYPES[dtype])
     for step in range(STEPS):
         if step == STEPS - 2:
@@ -71,7 +72,7 @@ def warm(sparse: bool) -> None:
     """Load what is loaded once, so that it is not counted: kernels, gloo's buffers, autograd."""
     model = DistributedDataParallel(nn.Linear(64, 64))
     optimizer = torch.optim.AdamW(model.parameters())
-    handle = oktopk.attach(model, optimizer=optimizer, warmup_steps=1) if sparse else None
+    handle = oktopk.attach(model, optimizer=optimizer, warmup_steps=1, **HOW) if sparse else None
     for _ in range(6):
         model(torch.randn(2, 64)).square().mean().backward()
         optimizer.step()

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import oktopk
-from memory import OPTIMIZERS, reset_peak, resident
+from memory import HOW, OPTIMIZERS, reset_peak, resident
 
 WIDTH, LAYERS, WARMUP, STEPS, SITES, SHARDS = 1024, 24, 3, 10, 2, 2
 
@@ -37,7 +37,7 @@ def train(width: int, layers: int, name: str, sparse: bool) -> int:
         fully_shard(module, mesh=mesh["shard"] if sparse else mesh)
     optimizer = OPTIMIZERS[name](model.parameters())
     if sparse:
-        how = {"optimizer": optimizer, "warmup_steps": WARMUP, "ramp_steps": 0}
+        how = {"optimizer": optimizer, "warmup_steps": WARMUP, "ramp_steps": 0} | HOW
         oktopk.attach_fsdp(model, mesh["replicate"], **how)
     x, held = torch.randn(8, width), 0
     for step in range(STEPS):

@@ -33,6 +33,7 @@ def measure(args, overlap: bool) -> list[oktopk.StepStats]:
     handle = oktopk.attach(
         model,
         density=args.density,
+        wire="bf16",
         warmup_steps=0,
         on_step=seen.append,
         clip_before=None if overlap else float("inf"),

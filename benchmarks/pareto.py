@@ -61,7 +61,7 @@ LOCAL_STEPS = {
 
 LOW_BITS = ("int8", "int4", "int2")
 ATTACH_CODECS = {0.1: ("int4",), 0.05: ("int4",), 0.02: LOW_BITS, 0.01: LOW_BITS}
-"""Codecs by density of sparse gradients, beside the default of 16 bits for a value."""
+"""Codecs by density of sparse gradients, beside the 16 bits of the configs."""
 
 OTHERS: tuple[dict[str, Any], ...] = (
     *({"method": "diloco", "every": every} for every in (8, 32, 120)),

@@ -37,7 +37,7 @@ WARMUP, CONTEXT, BATCH = 3, 64, 4
 INSIDE = "SITES_INSIDE"
 CASES = {
     "dense HSDP": None,
-    "attach_fsdp, 2 %": {"density": 0.02},
+    "attach_fsdp, 2 %": {"density": 0.02, "wire": "bf16"},
     "attach_fsdp, 1 %, int4": {"density": 0.01, "wire": "int4"},
 }
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse gradient exchange for data-parallel PyTorch: a few percent of the traffic.
 
-reducer = oktopk.Reducer(numel, method="oktopk", density=0.02)
+reducer = oktopk.Reducer(numel)
 stats = reducer.reduce_(flat_gradient)   # in place: the average; the same bits on all ranks
 
-handle = oktopk.attach(ddp_model, optimizer=optimizer)               # every step
-outer = oktopk.local_steps(model, optimizer, every=32, density=0.05) # every 32nd step
+handle = oktopk.attach(ddp_model, optimizer=optimizer, total_steps=num_steps)  # every step
+outer = oktopk.local_steps(model, optimizer)                                   # every 5th step
 """
 
 from importlib import import_module

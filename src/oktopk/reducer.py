@@ -20,7 +20,7 @@ from oktopk.engine.buckets import MAX_INDEXABLE, Bucket
 from oktopk.engine.engine import Engine
 from oktopk.methods.base import Average
 from oktopk.methods.cost_model import SHORT_BYTES
-from oktopk.settings import OnNonfinite, Settings
+from oktopk.settings import DENSITY, WIRE, OnNonfinite, Settings
 from oktopk.stats import Phase, StepStats
 from oktopk.utils.arguments import integer, short_repr
 from oktopk.wire.codec import CodecName
@@ -70,13 +70,13 @@ class Reducer:
         numel: int,
         *,
         method: str = "oktopk",
-        density: float = 0.02,
+        density: float = DENSITY,
         warmup_steps: int = 0,
         schedule: tuple[tuple[int, float], ...] = (),
         overshoot: float = 0.0,
         average: Average = "all",
         decay: float = 1.0,
-        wire: CodecName = "bf16",
+        wire: CodecName = WIRE,
         exact_every: int = 32,
         bounds_every: int = 64,
         short_bytes: int = SHORT_BYTES,

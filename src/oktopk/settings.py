@@ -24,6 +24,14 @@ Scope = Literal["model", "bucket"]
 GroupNumel = int | Literal["auto"]
 OnNonfinite = Literal["skip", "raise", "deliver"]
 DEFAULT_GROUP_NUMEL = 2**25
+WIRE: CodecName = "int4"
+DENSITY = 0.2
+"""The default: many entries in few bits learn like dense training in short runs, too, in which
+fewer entries in more bits do not (docs/results.md)."""
+
+LOCAL_EVERY, LOCAL_DENSITY = 5, 0.1
+"""The defaults of `local_steps`."""
+
 CHOICES = {"wire": CodecName, "scope": Scope, "on_nonfinite": OnNonfinite, "average": Average}
 
 
@@ -43,7 +51,7 @@ class Settings:
     scope: Scope = "model"
     """Select the k largest entries of the whole model, or of every bucket by itself."""
 
-    wire: CodecName = "bf16"
+    wire: CodecName = WIRE
     """How entries travel: `plain` (64 bits each), or with packed indices and values as `fp32`,
     `bf16`, `fp16`, `int8`, or as a sign and a level in 4 bits (`int4`), 2 (`int2`) or 1 (`sign`).
     What rounding takes off stays in the residual. float64 gradients, and all gradients at density
@@ -80,7 +88,7 @@ class Settings:
 
     # the schedule
 
-    density: float = 0.02
+    density: float = DENSITY
     """Fraction of the entries that is kept, in (0, 1]."""
 
     shared_by: int = 1

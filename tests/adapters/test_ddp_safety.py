@@ -19,6 +19,7 @@ import oktopk
 from idioms import IDIOMS, SPARSE, Net, batch, build, one_step, train, weights_of
 from oktopk.adapters.clipping import clip_
 from oktopk.comm.replica_check import BLOCK, checksum
+from oktopk.settings import DENSITY
 
 
 class Complex(torch.nn.Module):
@@ -82,7 +83,7 @@ def test_the_log_tells_of_the_sparse_phase(worlds):
     first, other = worlds.run(2, logged, 5)
     assert len(first) == 2 and not other
     assert first[0].startswith("INFO method oktopk, world size 2, 8,405 gradients: 3 dense steps")
-    assert first[1].startswith("INFO step 3: the sparse phase begins, oktopk at density 0.02")
+    assert first[1].startswith(f"INFO step 3: the sparse phase begins, oktopk at density {DENSITY}")
     first, other = worlds.run(2, logged, 3)
     assert first[0].startswith("WARNING the run has 3 steps and the warm-up 3")
     assert not any("WARNING" in line for line in other)

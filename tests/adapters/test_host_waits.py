@@ -129,7 +129,8 @@ def test_a_short_exchange_waits_less_often(any_device, P, num_buckets, wire):
 def test_every_group_waits_by_itself(any_device):
     """Five groups of one bucket each: nothing but the number of groups counts."""
     most = PER_STEP + 5 * (PER_GROUP + PER_EXACT_STEP)
-    for rank in simulate(3, lambda comm: waits_of(comm, 5, 8, group_numel=1, short_bytes=0)):
+    how = {"group_numel": 1, "short_bytes": 0, "wire": "bf16"}
+    for rank in simulate(3, lambda comm: waits_of(comm, 5, 8, **how)):
         assert all(len(step) <= most for step in rank), [len(step) for step in rank]
 
 

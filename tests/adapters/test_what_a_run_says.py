@@ -75,7 +75,7 @@ def test_a_program_without_logging_sees_two_lines_on_rank_0(worlds):
     (stderr, logged), (other, _) = worlds.run(2, said, "unconfigured")
     first, second = stderr.splitlines()
     assert first.startswith("oktopk: method oktopk, world size 2, 8,405 gradients: 2 dense steps, ")
-    assert "1 in which the density falls from 25 % to 2 %, then density 2 %" in first
+    assert "1 in which the density falls from 25 % to 20 %, then density 20 %" in first
     assert " per rank instead of 33.6 kB (" in first
     assert "for AdamW: second moments are corrected for gradients that arrive late" in first
     assert second.startswith("oktopk: step 2: the sparse phase begins")
@@ -131,7 +131,7 @@ def resumed(group, kind: str, steps: int) -> tuple[str, list[str]]:
     model = DistributedDataParallel(Net(), process_group=group)
     momentum = SGD(model.parameters(), 0.01, momentum=0.9)
     optimizer = momentum if kind == "sgd" else AdamW(model.parameters())
-    how = {"warmup_steps": 2, "ramp_steps": 4, "optimizer": optimizer}
+    how = {"warmup_steps": 2, "ramp_steps": 4, "density": 0.02, "optimizer": optimizer}
     handle = oktopk.attach(model, verbose=False, **how)
     for step in range(steps):
         one_step(group, model, optimizer, step)

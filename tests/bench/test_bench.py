@@ -24,6 +24,7 @@ from oktopk.launch import network
 from oktopk.methods import METHODS
 from oktopk.methods.cost_model import KernelSpeed, Link, Work
 from oktopk.methods.prediction import break_even, cheapest
+from oktopk.settings import LOCAL_EVERY
 from oktopk.utils.flags import UsageError
 from oktopk.wire.codec import entry_bits
 
@@ -113,7 +114,7 @@ def test_every_case_in_namespaces(tmp_path):
     assert sent["ddp_dense"] == sent["dense"] == 4 * NUMEL == 2 * sent["ddp_fp16"]
     assert sent["oktopk"] < 0.1 * sent["ddp_dense"] == 0.1 * sent["diloco"]
     assert 0 < sent["sparseloco"] < 0.1 * sent["ddp_dense"] > sent["local_steps"] > 0
-    assert {r["every"] for r in rows} == {1, 32}
+    assert {r["every"] for r in rows} == {1, LOCAL_EVERY}
     assert (tmp_path / "b.png").stat().st_size > 5_000
 
 

@@ -174,7 +174,7 @@ def test_a_race_without_methods_has_the_usual_rivals(trainer, call, capsys):
     assert call("--until", "wer<0.3", "--every", "5") == 0
     assert trainer.names == [
         *("ddp_dense", "ddp_fp16", "ddp_powersgd_r1", "ddp_powersgd_r4"),
-        *("post_local_sgd-every5", "diloco-every5", "oktopk-0.02", "local_steps-0.02-every5"),
+        *("post_local_sgd-every5", "diloco-every5", "oktopk-0.02", "local_steps-0.1-every5"),
     ]
     out = capsys.readouterr().out
     assert out.startswith("the target is looked for every 5 epochs, when a run is validated: ")
@@ -397,7 +397,7 @@ def test_a_density_that_the_run_chooses():
     base = Config(density="auto", wire="auto")
     runs = plan(base, ["dense", "oktopk", "oktopk@0.05", "local_steps:5@auto"], [base.density], [0])
     assert [(run.name, run.density) for run in runs] == [
-        ("dense", 0.02),
+        ("dense", Config().density),
         ("oktopk-auto", "auto"),
         ("oktopk-0.05", 0.05),
         ("local_steps-auto-every5", "auto"),

@@ -213,6 +213,19 @@ def test_a_density_of_its_own_is_not_crossed_with_the_others():
     ]
 
 
+def test_local_steps_have_their_usual_settings_where_none_are_given():
+    base = Config(density=0.02, every=32)
+    names = [
+        run.name for run in plan(base, ["local_steps", "local_steps:7", "diloco"], [0.02], [0])
+    ]
+    assert names == ["local_steps-0.1-every5", "local_steps-0.1-every7", "diloco-every32"]
+    assert plan(base, ["local_steps"], [0.02], [0], {"density", "every"})[0].name == (
+        "local_steps-0.02-every32"
+    )
+    own = replace(base, method="local_steps")
+    assert plan(own, ["local_steps"], [0.02], [0])[0].name == "local_steps-0.02-every32"
+
+
 def test_any_target_can_be_looked_up_in_a_run_without_one(tmp_path):
     whole = make_config(name="oktopk-0.02", method="oktopk")
     runlogs.write(tmp_path / "oktopk-0.02", runlogs.whole_run(), whole)

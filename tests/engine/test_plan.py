@@ -7,7 +7,7 @@ import pytest
 
 from oktopk.engine.buckets import Bucket, grouped
 from oktopk.engine.plan import QUOTA_STEPS, has_quotas, make_plan
-from oktopk.settings import Settings
+from oktopk.settings import WIRE, Settings
 
 ONE = grouped([Bucket(1000, dense=((0, 100),)), Bucket(500)], 10**9)
 MANY = grouped([Bucket(1000, dense=((0, 100),)), Bucket(500), Bucket(500)], 1)
@@ -42,7 +42,7 @@ def test_density_and_overshoot_follow_the_schedule():
 
 def test_at_density_one_nothing_is_rounded():
     assert make_plan(Settings(density=1.0), 0, ONE, []).codec == "plain"
-    assert plan(0).codec == "bf16"
+    assert plan(0).codec == WIRE
 
 
 def test_one_group_has_all_of_k_and_no_quotas():

@@ -16,7 +16,7 @@ from oktopk import METHODS, Reducer, simulate
 from oktopk.comm.simulated import single_rank_comm
 from oktopk.engine.buckets import Bucket
 from oktopk.engine.engine import Engine
-from oktopk.settings import Settings
+from oktopk.settings import DENSITY, Settings
 from streams import STREAMS
 
 over_methods = pytest.mark.parametrize("method", METHODS)
@@ -75,7 +75,7 @@ def reduce_differently(group, what: str) -> str:
         ("numel", "numel is 100 on ranks 0, 2 but 90 on rank 1"),
         ("dtype", "gradient dtype is torch.float32 on ranks 0, 2 but torch.float16 on rank 1"),
         ("integer", "gradient dtype is torch.float32 on ranks 0, 2 but torch.int64 on rank 1"),
-        ("density", "density is 0.02 on ranks 0, 2 but 0.5 on rank 1"),
+        ("density", f"density is {DENSITY} on ranks 0, 2 but 0.5 on rank 1"),
         ("method", "method is oktopk on ranks 0, 2 but topka on rank 1"),
     ],
 )
@@ -105,7 +105,7 @@ def test_warm_up_is_dense_then_sparse(method):
 
 def test_thresholds_are_the_smallest_magnitudes_kept():
     grad = torch.arange(1.0, 101.0)
-    stats = Reducer(100, density=0.1).reduce_(grad)
+    stats = Reducer(100, density=0.1, wire="fp32").reduce_(grad)
     assert (stats.local_threshold, stats.global_threshold) == (91.0, 91.0)
     assert grad.tolist() == [0.0] * 90 + [float(v) for v in range(91, 101)]
 

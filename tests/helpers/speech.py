@@ -33,6 +33,7 @@ TINY = {
     "optimizer": "adamw",
     "lr": 0.01,
     "density": 0.1,
+    "wire": "bf16",
     "warmup_steps": 2,
     "ramp_steps": 0,
     "validate_batch": 3,

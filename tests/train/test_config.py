@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import argparse
 import tomllib
+from dataclasses import replace
+from inspect import signature
 
 import pytest
 
+from oktopk import local_steps
 from oktopk.runlog.reader import read_runlog
 from oktopk.runlog.run_directory import CONFIG_FILE
-from oktopk.settings import Settings
+from oktopk.settings import LOCAL_DENSITY, LOCAL_EVERY, WIRE, Settings
 from oktopk.train.config import Config, make_config, nearest, specs
 from oktopk.train.config_files import SHIPPED, load, shipped, to_toml
 from oktopk.train.exchange import baseline_warmup, exchange_options
 from oktopk.train.flags import add_flags, with_flags
 from oktopk.train.preset_options import preset_options
+from oktopk.train.run_process import flags
 from oktopk.train.setup import log_unused_options, with_known_start
 
 PLAIN = {"overshoot": 0.0, "staleness_correction": False, "rescale_with_lr": False}
@@ -155,7 +159,21 @@ def test_the_size_of_groups_is_passed_on(size):
 def test_a_density_that_the_run_chooses_is_passed_on():
     chosen = exchange_options(make_config(density="auto", wire="auto"))
     assert (chosen["density"], chosen["wire"]) == ("auto", None)
-    assert exchange_options(make_config(density="auto"))["wire"] == "bf16"
+    assert exchange_options(make_config(density="auto"))["wire"] == WIRE
+
+
+def test_who_asks_for_local_steps_gets_their_usual_settings():
+    usual = {"every": LOCAL_EVERY, "density": LOCAL_DENSITY}
+    assert all(signature(local_steps).parameters[name].default == usual[name] for name in usual)
+    asked = argparse.Namespace(method="local_steps")
+    for config in (make_config(method="local_steps"), with_flags(Config(), asked)):
+        assert {name: getattr(config, name) for name in usual} == usual
+    with_density = argparse.Namespace(method="local_steps", density=0.3)
+    own = with_flags(Config(), with_density)
+    assert (own.density, own.every) == (0.3, LOCAL_EVERY)
+    assert with_flags(own, asked) == own  # as when a run is resumed by the same command
+    words = flags(replace(load("race"), method="local_steps"), "race")
+    assert words[words.index("--density") + 1] == str(load("race").density)
 
 
 def test_reports_read_a_run_with_a_density_that_it_chooses(tmp_path):

@@ -15,6 +15,7 @@ from oktopk.launch import network
 from oktopk.launch.local_workers import num_workers_to_start, run_local_workers
 from oktopk.launch.process_group import job_process_group
 from oktopk.launch.rank_environment import read_rank_environment
+from oktopk.settings import DENSITY, LOCAL_EVERY, WIRE
 from oktopk.utils.extras import require
 from oktopk.utils.flags import (
     MOST_SECONDS,
@@ -54,18 +55,18 @@ def _add_what(group: argparse._ActionsContainer) -> None:
         help="with commas between them; noop and ddp_dense are always measured (%(default)s)",
     )
     group.add_argument(
-        "--density", type=float, default=0.02, metavar="X", help="fraction kept (%(default)s)"
+        "--density", type=float, default=DENSITY, metavar="X", help="fraction kept (%(default)s)"
     )
     group.add_argument(
         "--every",
         type=number_in_range(int, 1, MOST_EVERY),
-        default=32,
+        default=LOCAL_EVERY,
         metavar="STEPS",
         help="steps for each exchange of local_steps, diloco and sparseloco (%(default)s)",
     )
     group.add_argument(
         "--wire",
-        default="bf16",
+        default=WIRE,
         metavar="WIRE",
         choices=get_args(CodecName),
         help=f"how entries travel: {', '.join(get_args(CodecName))} (%(default)s)",

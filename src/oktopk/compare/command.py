@@ -36,7 +36,7 @@ from oktopk.runlog.reader import RunLog, read_runlog
 from oktopk.runlog.run_directory import lock
 from oktopk.train.config import Config
 from oktopk.train.console import print_line
-from oktopk.train.flags import add_config_flag, load_with_flags
+from oktopk.train.flags import add_config_flag, given, load_with_flags
 from oktopk.train.flags import add_flags as add_train_flags
 from oktopk.train.option import number_or_auto
 from oktopk.train.preflight import check_before_start, prepare_data
@@ -117,7 +117,8 @@ def resolve(args: argparse.Namespace) -> tuple[Config, list[Config]]:
     methods = _list("methods", args.methods, str) or usual
     densities = _list("densities", args.densities, number_or_auto(float)) or [base.density]
     seeds = _list("seeds", args.seeds, int) or [base.seed]
-    return base, plan(base, methods, densities, seeds)
+    by_flag = {*given(args, base.task), *(["density"] if args.densities else [])}
+    return base, plan(base, methods, densities, seeds, by_flag)
 
 
 def _list(name: str, text: str | None, kind: Callable[[str], Any]) -> list:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -13,7 +13,7 @@ from oktopk.baselines.names import BASELINE_NAMES, LOCAL, SPARSE
 from oktopk.compare.networks import timing_run
 from oktopk.errors import RunError
 from oktopk.runlog.run_directory import CONFIG_FILE, METRICS_FILE
-from oktopk.train.config import LOCAL_STEPS, Config, changes
+from oktopk.train.config import LOCAL_STEPS, USUAL, Config, changes
 from oktopk.train.config_files import load_run
 from oktopk.train.option import AUTO, number_or_auto
 from oktopk.train.run_process import IRRELEVANT_SETTINGS, directory_of
@@ -42,13 +42,24 @@ SWEEP = "sweep.json"
 
 
 def plan(
-    base: Config, methods: Iterable[str], densities: Iterable[Density], seeds: Iterable[int]
+    base: Config,
+    methods: Iterable[str],
+    densities: Iterable[Density],
+    seeds: Iterable[int],
+    given: Collection[str] = (),
 ) -> list[Config]:
-    """All combinations, but one run for each seed where density has no effect or is given."""
+    """All combinations, but one run for each seed where density has no effect or is given.
+
+    A method that is not the config's has its usual settings, but for those in `given`, the settings
+    on the command line.
+    """
     runs = {}
     unused = Config().density if base.density == AUTO else base.density
     for seed, asked, density in product(seeds, methods, densities):
         method, every, own_density = parse_method(asked)
+        usual = USUAL.get(method, {}) if method != base.method else {}
+        usual = {name: value for name, value in usual.items() if name not in given}
+        every, own_density = every or usual.get("every"), own_density or usual.get("density")
         kept = (own_density or density) if has_density(method) else unused
         every = every or base.every
         name = setting_name(method, kept, seed, every)

@@ -28,7 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 class OktopkCallback(TrainerCallback):
     """Compress the gradient exchange of a `Trainer`.
 
-    `trainer.add_callback(OktopkCallback(trainer, density=0.02))`
+    `trainer.add_callback(OktopkCallback(trainer))`
 
     The model is attached when `train` has wrapped it, with the trainer's optimizer, its scaler and
     its number of steps. Every rank saves its state into `checkpoint-N`, beside the weights, and

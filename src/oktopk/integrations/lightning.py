@@ -23,7 +23,7 @@ log = logging.getLogger("oktopk")
 class OktopkCallback(Callback):
     """Compress the gradient exchange of a Lightning `Trainer` with `strategy="ddp"`.
 
-    `Trainer(strategy="ddp", callbacks=[OktopkCallback(density=0.02)])`
+    `Trainer(strategy="ddp", callbacks=[OktopkCallback()])`
 
     Lightning's own checkpoints carry the states of all ranks, which are gathered for that: a
     checkpoint takes the memory of all ranks' residuals on each rank. `fit(..., ckpt_path=...)`

@@ -52,7 +52,7 @@ SEARCHED: dict[str, Searchable] = {
     "lr": Searchable(
         True, lambda config: (config.lr / 4, config.lr * 4), "a quarter to four times the config's"
     ),
-    "density": Searchable(True, _if_sparse(0.005, 0.1), "0.005:0.1"),
+    "density": Searchable(True, _if_sparse(0.005, 0.2), "0.005:0.2"),
     "warmup_steps": Searchable(
         False,
         _warmup_range,

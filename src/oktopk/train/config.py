@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Config`: every setting of a run.
 
-The defaults are the settings of the original code for lstman4. A task adds settings of its own
-(`Config.options`), which stand beside the others in files and flags. Every field is also a flag. An
-unknown name is refused with a hint at the nearest one.
+The defaults are the settings of the original code for lstman4, and of the exchange those of
+`oktopk.attach`. A task adds settings of its own (`Config.options`), which stand beside the others
+in files and flags. Every field is also a flag. An unknown name is refused with a hint at the
+nearest one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from oktopk.baselines.names import BASELINE_NAMES
 from oktopk.launch.network import check_network
 from oktopk.methods import METHODS
 from oktopk.optim.presets import FIELDS as PRESET_FIELDS
-from oktopk.settings import DEFAULT_GROUP_NUMEL, Scope
+from oktopk.settings import (
+    DEFAULT_GROUP_NUMEL,
+    DENSITY,
+    LOCAL_DENSITY,
+    LOCAL_EVERY,
+    WIRE,
+    Scope,
+)
 from oktopk.train.bounds import (
     LONGEST_NAME,
     RANGES,
@@ -40,6 +48,12 @@ from oktopk.wire.codec import CodecName
 
 LOCAL_STEPS = "local_steps"
 """The method that exchanges weight changes every few steps (`oktopk.local_steps`)."""
+
+USUAL: dict[str, dict[str, Any]] = {
+    LOCAL_STEPS: {"every": LOCAL_EVERY, "density": LOCAL_DENSITY},
+    "sparseloco": {"density": 64 / 4096},  # as published
+}
+"""Settings of a method that differ from the defaults: for whoever asks for the method alone."""
 
 RENAMED = {
     "remedies": "preset",
@@ -120,13 +134,13 @@ class Config:
         1, "parts of the model that local_steps exchanges in turn; at most every", fixed=True
     )
     density: float | Literal["auto"] = option(
-        0.02,
+        DENSITY,
         "fraction that is kept (with local_steps: by all workers together), or auto: as measured",
         or_auto=float,
     )
     wire: str = option(
-        "bf16",
-        "how entries are encoded; auto: the fastest with density auto, else bf16",
+        WIRE,
+        f"how entries are encoded; auto: the fastest with density auto, else {WIRE}",
         *get_args(CodecName),
         AUTO,
     )
@@ -252,6 +266,7 @@ def make_config(**values: Any) -> Config:
     for name in values:
         if name not in known:
             raise ValueError(f"task {task} has no setting {shown(name)}{nearest(name, known)}")
+    values = USUAL.get(str(values.get("method")), {}) | values
     own = {name: value for name, value in values.items() if name not in COMMON}
     common = {name: value for name, value in values.items() if name in COMMON}
     kind = options_type(task)

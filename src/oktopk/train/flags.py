@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import Field
 from typing import Any
 
-from oktopk.train.config import Config, as_dict, specs, with_settings
+from oktopk.train.config import USUAL, Config, as_dict, specs, with_settings
 from oktopk.train.config_files import load, shipped, task_in
 from oktopk.train.option import number_or_auto, specs_of
 from oktopk.utils.files import FileError
@@ -134,8 +134,14 @@ def given(args: argparse.Namespace, task: str) -> list[str]:
 
 
 def with_flags(config: Config, args: argparse.Namespace) -> Config:
-    """The config with the flags of the command line applied."""
-    return with_settings(config, **{n: getattr(args, n) for n in given(args, config.task)})
+    """The config with the flags of the command line applied.
+
+    A method that is not the config's has its usual settings, where no flag says otherwise.
+    """
+    chosen = {name: getattr(args, name) for name in given(args, config.task)}
+    method = chosen.get("method", config.method)
+    usual = USUAL.get(method, {}) if method != config.method else {}
+    return with_settings(config, **(usual | chosen))
 
 
 def load_with_flags(args: argparse.Namespace) -> Config:

@@ -20,7 +20,7 @@ from oktopk.runlog.reader import RunLog, read_runlog
 from oktopk.runlog.run_directory import METRICS_FILE
 from oktopk.runlog.schema import Record
 from oktopk.runlog.tail import RunLogTail
-from oktopk.train.config import Config, changes
+from oktopk.train.config import USUAL, Config, changes
 from oktopk.train.config_files import load
 from oktopk.train.flags import as_flag
 from oktopk.utils.files import FileError
@@ -58,6 +58,7 @@ def flags(config: Config, base: str) -> list[str]:
     """
     differing = changes(load(base, config.task), config)
     given = {name: getattr(config, name) for name in ALWAYS_GIVEN}
+    given |= {name: getattr(config, name) for name in USUAL.get(config.method, ())}
     given |= {name: new for name, (_, new) in differing.items()}
     first = ["--config", base] if base else ["--task", config.task]
     return [*first, *(word for pair in given.items() for word in as_flag(*pair))]

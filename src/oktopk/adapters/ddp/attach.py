@@ -52,12 +52,20 @@ from oktopk.optim.presets import (
     suited,
 )
 from oktopk.optim.residual_scaling import ResidualScaling
-from oktopk.settings import DEFAULT_GROUP_NUMEL, GroupNumel, OnNonfinite, Scope, Settings
+from oktopk.settings import (
+    DEFAULT_GROUP_NUMEL,
+    DENSITY,
+    WIRE,
+    GroupNumel,
+    OnNonfinite,
+    Scope,
+    Settings,
+)
 from oktopk.utils.arguments import choice, chosen, flag, integer
 from oktopk.wire.codec import CodecName
 
-DENSITY = 0.02
-"""The default; with `auto`, that of the first sparse steps."""
+FIRST_DENSITY = 0.02
+"""Where the ramp ends with density `auto`, which may become as low."""
 
 
 def attach(
@@ -95,7 +103,7 @@ def attach(
     """Exchange the gradients of a DDP model sparsely. Every rank must call it, before training.
 
         model = DistributedDataParallel(net)
-        handle = oktopk.attach(model, optimizer=optimizer, density=0.02)
+        handle = oktopk.attach(model, optimizer=optimizer, total_steps=num_steps)
 
     From then on `backward()` averages the largest entries of the gradient over all ranks, and each
     rank keeps the rest for later steps. The training loop does not change.
@@ -135,7 +143,7 @@ def attach(
         policy: which parameters travel dense; biases, norms and tiny ones by default.
         scope: select the k largest entries of the whole `model`, or of every `bucket`.
         wire: how entries travel: `plain`, `fp32`, `bf16`, `fp16`, `int8`, `int4`, `int2` or
-            `sign`; the fewer bits, the more rounding stays in the residual. None: `bf16`; with
+            `sign`; the fewer bits, the more rounding stays in the residual. None: `int4`; with
             density `auto` the fastest of `plain`, `bf16` and `int4`.
         group_numel: entries of consecutive buckets that are exchanged together (`oktopk`), or
             `auto`: as measured in the first sparse steps. The choice is logged and saved.
@@ -195,12 +203,12 @@ def attach(
         raise ValueError("density='auto' does not work with local_group: give a density")
     settings = Settings(
         method="oktopk" if method == "auto" else method,
-        density=DENSITY if budget else density,  # pyright: ignore[reportArgumentType] - checked
+        density=FIRST_DENSITY if budget else density,  # pyright: ignore[reportArgumentType] - checked
         warmup_steps=default_warmup(warmup_steps, total_steps, density),
         schedule=() if schedule is None else schedule,
         max_beta1=max_beta1,
         scope=scope,
-        wire="bf16" if wire is None else wire,
+        wire=WIRE if wire is None else wire,
         group_numel=group_numel,
         exact_every=exact_every,
         bounds_every=bounds_every,

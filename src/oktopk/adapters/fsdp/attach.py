@@ -46,7 +46,7 @@ from oktopk.optim.presets import (
     suited,
 )
 from oktopk.optim.residual_scaling import ResidualScaling
-from oktopk.settings import OnNonfinite, Settings
+from oktopk.settings import DENSITY, WIRE, OnNonfinite, Settings
 from oktopk.utils.arguments import flag, integer
 from oktopk.wire.codec import CodecName
 
@@ -56,7 +56,7 @@ def attach_fsdp(
     replicate_group: dist.ProcessGroup | DeviceMesh,
     *,
     method: str = "oktopk",
-    density: float = 0.02,
+    density: float = DENSITY,
     warmup_steps: int | None = None,
     ramp_steps: int | None = None,
     schedule: tuple[tuple[int, float], ...] | None = None,
@@ -67,7 +67,7 @@ def attach_fsdp(
     rescale_with_lr: bool | None = None,
     max_beta1: float | None = None,
     policy: Policy | None = None,
-    wire: CodecName = "bf16",
+    wire: CodecName = WIRE,
     exact_every: int = 32,
     bounds_every: int = 64,
     on_nonfinite: OnNonfinite | None = None,
@@ -81,7 +81,7 @@ def attach_fsdp(
 
         mesh = init_device_mesh("cuda", (sites, 8), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh["shard"])
-        handle = oktopk.attach_fsdp(model, mesh["replicate"], optimizer=optimizer, density=0.02)
+        handle = oktopk.attach_fsdp(model, mesh["replicate"], optimizer=optimizer)
 
     Every rank of the job must call it, after `fully_shard` and before training. Gradients are
     averaged over replicas at the end of every backward that reduces them, so clipping and the

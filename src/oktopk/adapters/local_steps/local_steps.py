@@ -45,21 +45,18 @@ from oktopk.errors import ExchangeError
 from oktopk.methods import METHODS
 from oktopk.methods.base import Average
 from oktopk.optim.flat_views import local_shard
-from oktopk.settings import Settings
+from oktopk.settings import LOCAL_DENSITY, LOCAL_EVERY, WIRE, Settings
 from oktopk.utils.announce import announce
 from oktopk.utils.arguments import choice, flag
 from oktopk.wire.codec import CodecName
-
-DENSITY = 0.05
-"""The default; with `auto`, that of the first exchanges."""
 
 
 def local_steps(
     model: nn.Module,
     optimizer: Optimizer | LRScheduler,
     *,
-    every: int = 32,
-    density: float | Literal["auto"] = DENSITY,
+    every: int = LOCAL_EVERY,
+    density: float | Literal["auto"] = LOCAL_DENSITY,
     exchange_share: float = 0.2,
     outer_lr: float = 1.0,
     outer_momentum: float = 0.0,
@@ -83,7 +80,7 @@ def local_steps(
 ) -> LocalSteps:
     """Train alone and exchange weight changes every `every` steps. Every rank must call it.
 
-        outer = oktopk.local_steps(model, optimizer, every=32, density=0.05)
+        outer = oktopk.local_steps(model, optimizer)
 
     All ranks take over the weights and buffers of rank 0. Each rank then trains with its own
     optimizer. After every `every`-th `optimizer.step()` the ranks exchange the largest entries of
@@ -128,7 +125,7 @@ def local_steps(
             with which every rank selects as much as `density` says.
         policy: which parameters travel dense; biases, norms and tiny ones by default.
         wire: how entries travel: `plain`, `fp32`, `bf16`, `fp16`, `int8`, `int4`, `int2` or
-            `sign`. None: `bf16`; with density `auto` the fastest of `plain`, `bf16` and `int4`.
+            `sign`. None: `int4`; with density `auto` the fastest of `plain`, `bf16` and `int4`.
         exact_every: exchanges between exact thresholds (`oktopk`).
         bounds_every: exchanges between updates of the region bounds (`oktopk`).
         on_nonfinite: when the weights of a rank have a NaN or Inf, all ranks go back to the weights
@@ -161,10 +158,10 @@ def local_steps(
     budget = budget_options(density, wire, exchange_share, method)
     settings = Settings(
         method=SHARED_METHOD if method == AUTO else method,
-        density=DENSITY if budget else density,  # pyright: ignore[reportArgumentType] - checked
+        density=LOCAL_DENSITY if budget else density,  # pyright: ignore[reportArgumentType] - checked
         decay=decay,
         average=average,
-        wire="bf16" if wire is None else wire,
+        wire=WIRE if wire is None else wire,
         exact_every=exact_every,
         bounds_every=bounds_every,
         on_nonfinite=on_nonfinite,

@@ -194,6 +194,11 @@ class BaseHandle(ABC, Generic[AnyDriver]):
             raise problem or AssertionError("no state was read")
         return states
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return False
+
     @abstractmethod
     def close(self) -> None:
         """End the exchange and release its connections."""

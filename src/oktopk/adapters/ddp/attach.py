@@ -38,6 +38,7 @@ from oktopk.adapters.ddp.parameters import DDPParameterLayout
 from oktopk.adapters.ddp.validation import check_model, check_size, clip_norm, may_overlap
 from oktopk.adapters.driver import OnStep
 from oktopk.adapters.handle import Connection
+from oktopk.adapters.open_handles import note_open, refuse_other_exchange
 from oktopk.adapters.policy import Policy
 from oktopk.adapters.precompile import precompile
 from oktopk.adapters.validation import check_types, is_on_cuda, time_limit
@@ -181,6 +182,7 @@ def attach(
     check_model(model, chosen(attach, locals()))
     check_types(policy=policy, on_step=on_step, comm=comm)
     _check_ranks(model, comm)
+    refuse_other_exchange(model.parameters(), _ranks_of(model), "gradients")
     timeout = time_limit(timeout)
     choice("method", method, (*METHODS, "auto"))
     if local_group is not None:
@@ -291,6 +293,7 @@ def _start(
         own.is_attached = True
         undo.callback(handle.close)
         _install(job.model, handle)
+        note_open(handle, job.parameters.parameters.values(), _ranks_of(job.model))
         undo.pop_all()
     return handle
 
@@ -317,6 +320,11 @@ def _driver(
     budget = start_budget(job.auto, settings, trained, own, verbose=options.verbose)
     driver = StepDriver(settings, own, job.parameters, job.scaling, options, on_step, budget)
     return driver, failure_detector, None
+
+
+def _ranks_of(model: DistributedDataParallel) -> list[int]:
+    """The ranks of the job that have this model."""
+    return dist.get_process_group_ranks(model.process_group)
 
 
 def _check_ranks(model: DistributedDataParallel, comm: Comm | None) -> None:

@@ -35,6 +35,7 @@ from oktopk.adapters.fsdp.validation import (
     refuse_auto,
 )
 from oktopk.adapters.handle import Connection
+from oktopk.adapters.open_handles import note_open, refuse_other_exchange
 from oktopk.adapters.policy import Policy
 from oktopk.adapters.precompile import precompile
 from oktopk.adapters.validation import check_optimizer, check_types, time_limit
@@ -206,6 +207,7 @@ def _job(
     replicas = dist.get_process_group_ranks(group)
     shards = shard_ranks(modules[0])
     check_grid(replicas, shards)
+    refuse_other_exchange(model.parameters(), replicas, "gradients")
     return _Job(
         parameters=ShardLayout(model, modules, policy),
         replicas=replicas,
@@ -248,6 +250,7 @@ def _start(
             everyone=axes.everyone,
         )
         handle = FSDPHandle(driver, connection)
+        note_open(handle, job.parameters.parameters.values(), job.replicas)
         undo.pop_all()
     return handle
 

@@ -17,6 +17,7 @@ from oktopk.adapters.local_steps import state as local_state
 from oktopk.adapters.local_steps.background import BackgroundThread, Job
 from oktopk.adapters.local_steps.driver import RoundDriver
 from oktopk.adapters.local_steps.fragment import Fragment, check_all_exchanged
+from oktopk.adapters.local_steps.ranks import Ranks
 from oktopk.adapters.local_steps.step_hooks import hook_steps
 from oktopk.comm.failure_detector import FailureDetector
 from oktopk.engine.saved_state import Exchanged, Saved
@@ -46,11 +47,12 @@ class LocalSteps(BaseHandle[RoundDriver]):
         connection: Connection,
         model: nn.Module,
         optimizer: Optimizer,
+        ranks: Ranks,
         *,
         verbose: bool,
     ) -> None:
         super().__init__(drivers[0], connection)
-        self._model = model
+        self._model, self._ranks = model, ranks
         self._announces = verbose and self.driver.rank == 0
         self.fragments = [Fragment(driver, connection) for driver in drivers]
         self.failure: BaseException | None = None
@@ -288,6 +290,7 @@ class LocalSteps(BaseHandle[RoundDriver]):
     def _check_before_exchange(self) -> None:
         if self._connection.failure_detector.diagnosis is not None:
             raise ExchangeError("another rank reported a failure")
+        self._ranks.refuse_late_group()
         layouts = [driver.parameters for driver in self.drivers]
         layouts[0].stored()  # lets FSDP2 register its shards again, instead of whole parameters
         where = f"rank {self.driver.rank}, exchange {self.step}"

@@ -34,7 +34,9 @@ from oktopk.adapters.local_steps.validation import (
     optimizer_of,
     parameters_of,
     refuse_auto_in_site,
+    refuse_dense_exchange,
 )
+from oktopk.adapters.open_handles import note_open, refuse_other_exchange
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.adapters.policy import Policy
 from oktopk.adapters.precompile import precompile
@@ -190,6 +192,8 @@ def local_steps(
         )
     parameters, ranks = parameters_of(inner, group, comm, timeout, policy or Policy())
     check_parameters(parameters, settings)
+    refuse_dense_exchange(model, optimizer, ranks)
+    refuse_other_exchange(parameters.parameters.values(), ranks.members, "weight changes")
     job = _Job(
         model=inner,
         parameters=parameters,
@@ -259,7 +263,10 @@ def _start(
             owns_comm=job.ranks.comm is None,
             everyone=links.everyone,
         )
-        handle = LocalSteps(drivers, connection, job.model, job.optimizer, verbose=job.verbose)
+        handle = LocalSteps(
+            drivers, connection, job.model, job.optimizer, job.ranks, verbose=job.verbose
+        )
+        note_open(handle, job.parameters.parameters.values(), job.ranks.members)
         links.comm.is_attached = True
         undo.pop_all()
     return handle

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,6 +19,15 @@ from oktopk.comm.failure_detector import FailureDetector, NoFailureDetector
 from oktopk.comm.simulated import single_rank_comm
 from oktopk.comm.torch_transport import TorchTransport
 from oktopk.engine.shards import UNSHARDED, Shards, shard_group
+
+WORLD_SIZES = (
+    "WORLD_SIZE",
+    "OKTOPK_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+)
+"""Variables that launchers set to the number of ranks, as `oktopk.launch` reads them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +60,21 @@ class Ranks:
         """What must be the same on every rank."""
         return {} if self.group is None else describe_group(self.group)
 
+    @property
+    def members(self) -> list[int]:
+        """The ranks of the job that exchange; none of simulated ranks, or without a group."""
+        return [] if self.group is None else dist.get_process_group_ranks(self.group)
+
+    def refuse_late_group(self) -> None:
+        """Raise ValueError for a process group that was made after the call that found none."""
+        alone = self.group is None and self.comm is None
+        if alone and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"a process group of {dist.get_world_size()} ranks was made after local_steps, "
+                "which found none, so this rank trains alone: call init_process_group first, then "
+                "local_steps"
+            )
+
     def agree(self, values: dict[str, Any], call: str, prefix: str) -> str:
         """Compare values with the other ranks. Without a store, only the first exchange does."""
         if self.group is None:
@@ -76,6 +101,10 @@ class ShardedRanks(Ranks):
     inside: list[int]
     """Those of this site."""
 
+    @property
+    def members(self) -> list[int]:
+        return self.across
+
     def describe(self) -> dict[str, Any]:
         shape = {"sites": len(self.across), "shards": len(self.inside)}
         return Ranks.describe(self) | shape
@@ -90,6 +119,8 @@ class ShardedRanks(Ranks):
 def ranks_of(group: Any, comm: Comm | None, timeout: float) -> Ranks:
     """The ranks of a process group or of a communicator, that have the whole model each."""
     if comm is None:
+        if group is None and not dist.is_initialized():
+            _refuse_alone()
         default = dist.group.WORLD if dist.is_initialized() else None
         group = default if group is None else group
     elif isinstance(comm.transport, TorchTransport):
@@ -97,3 +128,15 @@ def ranks_of(group: Any, comm: Comm | None, timeout: float) -> Ranks:
     else:
         group = None
     return Ranks(group=group, comm=comm, timeout=timeout)
+
+
+def _refuse_alone() -> None:
+    """Raise ValueError in a job of several ranks: without a process group each trains alone."""
+    for name in WORLD_SIZES:
+        size = os.environ.get(name, "1")
+        if size.isdecimal() and int(size) > 1:
+            raise ValueError(
+                f"{name}={size} says that this job has {size} ranks, and there is no process group "
+                "yet, so each of them would train alone: call torch.distributed.init_process_group "
+                f"before local_steps; where each is to train alone, unset {name}"
+            )

@@ -79,6 +79,25 @@ def refuse_auto_in_site(model: nn.Module, *, sharded: bool) -> None:
         )
 
 
+def refuse_dense_exchange(model: nn.Module, optimizer: Any, ranks: Ranks) -> None:
+    """Raise ValueError where the same ranks exchange whole gradients or weights in every step."""
+    zero = sys.modules.get("torch.distributed.optim")
+    inner = innermost_optimizer(optimizer)
+    found = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+    if zero is not None and isinstance(inner, zero.ZeroRedundancyOptimizer):
+        found.append(inner)
+    for each in found:
+        theirs = dist.get_process_group_ranks(each.process_group)
+        shared = sorted(set(theirs).intersection(ranks.members))
+        if len(shared) > 1:
+            raise ValueError(
+                f"{type(each).__name__} keeps the weights of ranks {shared} the same in every "
+                "step, densely, so local_steps over these ranks would save nothing: pass the bare "
+                "module (model.module) and train that, with an optimizer of its own on every rank; "
+                "or, where these are the ranks of one site, pass as `group` the ranks across sites"
+            )
+
+
 def check_sharded(*, sharded: bool, comm: object) -> None:
     """Raise ValueError for arguments that do not work with a model that FSDP2 shards."""
     if sharded and comm is not None:

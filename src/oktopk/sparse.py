@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -34,6 +36,11 @@ class Sparse:
 def acc_dtype(grad: Tensor) -> torch.dtype:
     """Residuals and sums are fp32; float64 for float64 gradients."""
     return torch.promote_types(grad.dtype, torch.float32)
+
+
+def common_acc_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """That of a flat vector with the sums of all of them, whose dtypes may differ."""
+    return reduce(torch.promote_types, map(acc_dtype, tensors), torch.float32)
 
 
 EntryBuffer = tuple[Tensor, Tensor]

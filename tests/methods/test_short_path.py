@@ -12,12 +12,12 @@ from laws import simulated
 from oktopk import METHODS, simulate
 from oktopk.methods.cost_model import SHORT_BYTES, Work
 from oktopk.methods.ok_topk.balance import max_entries
-from oktopk.methods.ok_topk.short_path import is_short, is_short_work
+from oktopk.methods.ok_topk.short_path import is_short
 from oktopk.methods.selection import largest_positions
 from oktopk.methods.state import MethodState
 from oktopk.settings import Settings
 from oktopk.sparse import Sparse
-from oktopk.wire.codec import CODECS, EntryRange, entry_bits, max_words, most_words
+from oktopk.wire.codec import CODECS, EntryRange, max_words, most_words
 from streams import STREAMS
 
 FLOAT = torch.float32
@@ -76,7 +76,7 @@ def test_few_ranks_with_small_messages_go_the_short_path():
 
 
 def taken(size, wire, k=1000, numel=50_000, num_dense=0, limit=SHORT_BYTES) -> bool:
-    return is_short(k, numel, num_dense, FLOAT, wire, size, limit)
+    return is_short(Work(numel, k, size, wire, FLOAT, num_dense, limit))
 
 
 def test_what_travels_dense_counts_as_bytes():
@@ -94,7 +94,7 @@ def test_what_travels_dense_counts_as_bytes():
 def test_the_bound_on_words_holds_on_the_short_path(size, k, numel, wire):
     """Also for a rank that selects fewer entries than it may."""
     k = min(k, numel)
-    if is_short(k, numel, 0, FLOAT, wire, size, 2**40):
+    if is_short(Work(numel, k, size, wire, short_bytes=2**40)):
         for count in range(k + 1):
             words = max_words(EntryRange(count, 0, numel), wire, FLOAT)
             assert words * (size - 1) <= 2 * max_entries(k, size)
@@ -127,8 +127,8 @@ def test_a_schedule_passes_from_the_long_path_to_the_short_one_and_back():
 
 
 def test_the_cost_model_takes_the_same_path():
-    work = {"numel": 50_000, "kept": 1000, "bits": entry_bits("bf16", 0.02)}
-    assert [is_short_work(Work(size=P, **work)) for P in (1, 2, 8, 9)] == [True, True, True, False]
+    work = {"numel": 50_000, "kept": 1000}
+    assert [is_short(Work(size=P, **work)) for P in (1, 2, 8, 9)] == [True, True, True, False]
     oktopk, topka = METHODS["oktopk"].cost, METHODS["topka"].cost
     assert oktopk(Work(size=4, **work)) == topka(Work(size=4, **work))
     assert oktopk(Work(size=4, short_bytes=0, **work)).rounds == 4

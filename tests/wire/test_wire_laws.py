@@ -18,7 +18,7 @@ from laws import (
 from oktopk.engine.residual import apply_sparse_
 from oktopk.methods.cost_model import Work
 from oktopk.methods.state import MethodState
-from oktopk.wire.codec import CODECS, size_rounds
+from oktopk.wire.codec import CODECS
 from streams import STREAMS
 from wire_cases import BITS
 
@@ -116,7 +116,7 @@ def test_the_cost_model_has_the_round_in_which_sizes_are_told(method, name):
     )
     cost = oktopk.METHODS[WAYS[method]["method"]].cost
     limit = {key: value for key, value in WAYS[method].items() if key != "method"}
-    more = cost(Work(3000, 60, 3, size_rounds=size_rounds(name), **limit)).rounds
+    more = cost(Work(3000, 60, 3, wire=name, **limit)).rounds
     more -= cost(Work(3000, 60, 3, **limit)).rounds
     assert [rounds + more for rounds in plain] == told
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from oktopk.adapters.gradient_driver import GradientDriver
 from oktopk.adapters.local_steps.outer_step import OuterOptions
 from oktopk.adapters.parameters import ParameterLayout
@@ -20,9 +18,9 @@ from oktopk.optim.presets import (
     warn_if_unknown,
 )
 from oktopk.settings import Settings, num_kept
+from oktopk.sparse import common_acc_dtype
 from oktopk.utils.announce import announce
 from oktopk.utils.units import format_bytes
-from oktopk.wire.codec import entry_bits, size_rounds
 
 
 def tell(driver: GradientDriver[Any], total_steps: int | None, *, verbose: bool) -> None:
@@ -107,7 +105,7 @@ def describe_local_steps(
     kept = f"{100 * settings.density:.3g} %"
     kept = f"auto, at first {kept}," if is_auto else kept
     share = f"{100 * settings.rank_density(settings.density):.3g} % from each rank"
-    exchange, dense = expected_bytes(settings, parameters, replicas, shards)
+    exchange, dense = expected_bytes(settings, parameters, replicas, shards, options.fragments)
     if not dense:
         return f"{begin}: there is nothing to send"
     sent = exchange / every
@@ -131,26 +129,33 @@ def describe_optimizer(settings: Settings, optimizer: Any) -> str:
 
 
 def expected_bytes(
-    settings: Settings, parameters: ParameterLayout, replicas: int, shards: int = 1
+    settings: Settings,
+    parameters: ParameterLayout,
+    replicas: int,
+    shards: int = 1,
+    fragments: int = 1,
 ) -> tuple[float, float]:
-    """What a rank will send in a step at the final density, and what a dense step sends."""
+    """What a rank will send in a step at the final density, and what a dense step sends.
+
+    With `fragments` a step is one exchange of each. Headers are not in it.
+    """
     trained = parameters.parameters
     numel = sum(p.numel() for p in trained.values())
     num_dense = sum(trained[name].numel() for name in parameters.dense)
-    wide = any(p.dtype == torch.float64 for p in trained.values())
     itemsize = max((p.element_size() for p in trained.values()), default=4)
     ring = 2 * (replicas - 1) / replicas / shards
     density = settings.rank_density(settings.density)
+    parts = shards * fragments
     work = Work(
-        (numel - num_dense) // shards,
-        num_kept(numel - num_dense, density) // shards,
+        (numel - num_dense) // parts,
+        num_kept(numel - num_dense, density) // parts,
         replicas,
-        96.0 if wide else entry_bits(settings.wire, density),
-        8 if wide else 4,
-        0 if wide else size_rounds(settings.wire),
+        settings.wire,
+        common_acc_dtype(trained.values()),
+        num_dense // parts,
+        settings.short_bytes,
     )
-    sparse = METHODS[settings.method].cost(work).bytes
-    return sparse + ring * num_dense * (8 if wide else 4), ring * numel * itemsize
+    return fragments * METHODS[settings.method].cost(work).sent, ring * numel * itemsize
 
 
 def _bytes(settings: Settings, parameters: ParameterLayout, replicas: int, shards: int) -> str:

@@ -30,6 +30,7 @@ from oktopk.engine.budget import (
 )
 from oktopk.engine.saved_state import SavedBudget
 from oktopk.settings import Settings
+from oktopk.sparse import common_acc_dtype
 from oktopk.utils.announce import announce
 from oktopk.utils.arguments import number, short_repr
 from oktopk.utils.device import to_device
@@ -187,8 +188,8 @@ def start_budget(
     if options is None or settings.method == "dense":
         return None
     numel, device = sum(p.numel() for p in parameters), parameters[0].device
-    wide = any(p.dtype == torch.float64 for p in parameters)
-    what = Exchanged(numel, comm.size, settings.method, wide, settings.shared_by)
+    dtype = common_acc_dtype(parameters)
+    what = Exchanged(numel, comm.size, settings.method, dtype, settings.shared_by)
     wires = tuple(dict.fromkeys((*options.wires, settings.wire)))
     first = settings.warmup_steps + settings.falling_steps
     now = Choice(settings.density, settings.wire)

@@ -23,7 +23,7 @@ from oktopk.engine.plan import StepPlan
 from oktopk.engine.saved_state import SavedBudget
 from oktopk.engine.shards import UNSHARDED, Shards
 from oktopk.settings import Settings
-from oktopk.sparse import acc_dtype
+from oktopk.sparse import common_acc_dtype
 from oktopk.stats import StepStats
 
 log = logging.getLogger("oktopk")
@@ -90,8 +90,7 @@ class Driver(Generic[Parameters]):
     @property
     def acc_dtype(self) -> torch.dtype:
         """Of a flat vector that holds changes of all parameters, whose dtypes may differ."""
-        dtypes = map(acc_dtype, self.parameters.parameters.values())
-        return reduce(torch.promote_types, dtypes, torch.float32)
+        return common_acc_dtype(self.parameters.parameters.values())
 
     def copied_residuals(self) -> dict[str, Tensor]:
         """A copy of the residuals of all parameters, zero before the first sparse step."""

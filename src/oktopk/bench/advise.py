@@ -9,8 +9,8 @@ import sys
 from oktopk.comm.communicator import Comm
 from oktopk.launch.network import UNSHAPED
 from oktopk.methods import METHODS
-from oktopk.methods.cost_model import KernelSpeed, Link
-from oktopk.methods.prediction import break_even, make_work
+from oktopk.methods.cost_model import KernelSpeed, Link, Work
+from oktopk.methods.prediction import break_even
 from oktopk.settings import num_kept
 from oktopk.wire.codec import CodecName
 
@@ -29,7 +29,7 @@ def advise(
 ) -> None:  # fmt: skip
     """Print the table of predicted times; `link` is this network as measured."""
     say = sys.stdout.write if comm.rank == 0 else len
-    work = make_work(numel, num_kept(numel, density), comm.size, codec)
+    work = Work(numel, num_kept(numel, density), comm.size, codec)
     links = {
         f"{rate}": Link(link.latency, min(bits_per_second(rate) / 8, link.bandwidth))
         for rate in rates

@@ -22,8 +22,7 @@ from oktopk.comm.communicator import Comm
 from oktopk.comm.simulated import SimulatedGroup, SimulatedTransport, simulate
 from oktopk.methods import METHODS
 from oktopk.methods.cost_model import KernelSpeed, Link, Work
-from oktopk.methods.ok_topk.short_path import is_short_work
-from oktopk.methods.prediction import make_work
+from oktopk.methods.ok_topk.short_path import is_short
 from oktopk.reducer import Reducer
 from oktopk.settings import num_kept
 from oktopk.wire.codec import CodecName
@@ -62,7 +61,7 @@ class Compressed:
 
     def on(self, size: int) -> Work:
         """Its exchange between so many ranks."""
-        return make_work(self.numel, num_kept(self.numel, self.density), size, self.wire)
+        return Work(self.numel, num_kept(self.numel, self.density), size, self.wire)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +84,10 @@ def scaled(
     work, density = gradient.on(size), gradient.density
     if size > MAX_SIMULATED.get(method, 0):
         cost = METHODS[method].cost(work)
-        return ScaledStep(method, size, cost.bytes, cost.seconds(link, speed), False)
+        return ScaledStep(method, size, cost.sent, cost.seconds(link, speed), False)
     small = min(gradient.numel, max(2**16, round(MIN_ENTRIES * size / density)))
     factor = gradient.numel / small
-    short_bytes = NO_LIMIT if is_short_work(work) else 0  # the smaller gradient goes the same way
+    short_bytes = NO_LIMIT if is_short(work) else 0  # the smaller gradient goes the same way
 
     def main(comm: Comm) -> tuple[float, list[int]]:
         transport = comm.transport

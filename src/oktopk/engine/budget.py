@@ -16,8 +16,8 @@ import torch
 
 from oktopk.comm.communicator import Comm
 from oktopk.methods import METHODS
-from oktopk.methods.cost_model import Cost, KernelSpeed, Link
-from oktopk.methods.prediction import agree_on_slowest, make_work, probe_kernels, probe_link
+from oktopk.methods.cost_model import Cost, KernelSpeed, Link, Work
+from oktopk.methods.prediction import agree_on_slowest, probe_kernels, probe_link
 from oktopk.settings import num_kept
 from oktopk.wire import codec
 from oktopk.wire.codec import CodecName, EntryRange
@@ -56,8 +56,8 @@ class Exchanged:
     numel: int
     size: int
     method: str
-    wide: bool = False
-    """Whether entries are float64."""
+    dtype: torch.dtype = torch.float32
+    """Of sums."""
 
     shared_by: int = 1
     """Ranks that share the density (`Settings.shared_by`)."""
@@ -75,7 +75,7 @@ class Speeds:
     def cost(self, choice: Choice, what: Exchanged) -> Cost:
         """Rounds, bytes and kernel work of one exchange."""
         kept = num_kept(what.numel, choice.density / what.shared_by)
-        work = make_work(what.numel, kept, what.size, choice.wire, wide=what.wide)
+        work = Work(what.numel, kept, what.size, choice.wire, what.dtype)
         return METHODS[what.method].cost(work)
 
     def kernel_seconds(self, choice: Choice, what: Exchanged) -> float:

@@ -99,6 +99,8 @@ def all_gather(
 
 
 def cost(work: Work) -> Cost:
-    """Every rank sends its k entries to all others, and adds all it receives."""
-    sent = work.kept * (work.size - 1) * work.entry_bytes
-    return Cost(rounds=2, bytes=sent, elements=work.numel, entries=work.kept * work.size)
+    """Every rank sends its k entries, and what travels dense, to all others; it adds all that it
+    receives."""
+    sent = (work.sparse_bytes(work.kept) + work.dense_bytes) * (work.size - 1)
+    entries = work.kept * work.size
+    return Cost(rounds=2, bytes=sent, sent=sent, elements=work.numel, entries=entries)

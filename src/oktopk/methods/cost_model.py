@@ -10,6 +10,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+
+from oktopk.wire.codec import CodecName, entry_bits
+from oktopk.wire.codec import size_rounds as codec_size_rounds
+
 SHORT_BYTES = 96 * 2**10
 """Bytes that a rank may send in the short exchange of `oktopk` (`Settings.short_bytes`)."""
 
@@ -45,21 +50,36 @@ class Work:
     size: int
     """World size."""
 
-    bits: float = 23.6
-    """Of an entry on the wire (`oktopk.wire.codec.entry_bits`)."""
+    wire: CodecName = "bf16"
+    dtype: torch.dtype = torch.float32
+    """Of sums. Those of float64 travel plain, whatever the codec."""
 
-    value_bytes: int = 4
-
-    size_rounds: int = 0
-    """Rounds of headers more before a gather of sums: 1 with a codec whose sizes do not follow from
-    the counts (`oktopk.wire.codec.size_rounds`)."""
+    num_dense: int = 0
+    """Entries that travel dense, beside the `numel`."""
 
     short_bytes: int = SHORT_BYTES
     """Bytes that a rank may send in a short exchange (`Settings.short_bytes`)."""
 
     @property
-    def entry_bytes(self) -> float:
-        return self.bits / 8
+    def codec(self) -> CodecName:
+        """How entries travel."""
+        return "plain" if self.dtype == torch.float64 else self.wire
+
+    @property
+    def size_rounds(self) -> int:
+        """Rounds of headers more before a gather of sums: 1 with a codec whose sizes do not follow
+        from the counts."""
+        return codec_size_rounds(self.codec)
+
+    def sparse_bytes(self, num: float) -> float:
+        """Bytes on the wire of so many entries, spread evenly over the gradient."""
+        wide = self.dtype == torch.float64
+        return num * (96.0 if wide else entry_bits(self.codec, num / max(self.numel, 1))) / 8
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of what travels dense, sent once."""
+        return self.num_dense * self.dtype.itemsize
 
     @property
     def union(self) -> float:
@@ -75,6 +95,11 @@ class Cost:
 
     rounds: float
     bytes: float
+    """Bytes that are sent one after the other, by one rank or along the longest way."""
+
+    sent: float
+    """Bytes that a rank sends, the mean of all ranks. Headers are not in it."""
+
     elements: float
     """Elements of the gradient that the kernels walk over."""
 

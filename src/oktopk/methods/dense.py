@@ -20,8 +20,9 @@ def all_reduce(acc: Tensor, comm: Comm) -> DenseSum:
 def cost(work: Work) -> Cost:
     """A ring or halving all-reduce: 2n(P-1)/P values, and no kernels of ours."""
     rounds = 2 * math.ceil(math.log2(work.size)) if work.size > 1 else 0
-    sent = 2 * work.value_bytes * work.numel * (work.size - 1) / work.size
-    return Cost(rounds=rounds, bytes=sent, elements=0, entries=0)
+    numel = work.numel + work.num_dense
+    sent = 2 * work.dtype.itemsize * numel * (work.size - 1) / work.size
+    return Cost(rounds=rounds, bytes=sent, sent=sent, elements=0, entries=0)
 
 
 METHOD = Method(name="dense", summary="everything, by allreduce", words="2n(P-1)/P", cost=cost)

@@ -224,11 +224,13 @@ def _filtered(sparse: Sparse, other: Sparse, *, keep_common: bool) -> Sparse:
 
 
 def cost(work: Work) -> Cost:
-    """Up and down the longest way of the tree."""
+    """Up and down the longest way of the tree. Each of its P-1 edges carries k entries twice."""
     levels = math.ceil(math.log2(work.size)) if work.size > 1 else 0
+    message = work.sparse_bytes(work.kept) + work.dense_bytes
     return Cost(
         rounds=4 * levels,
-        bytes=2 * levels * work.kept * work.entry_bytes,
+        bytes=2 * levels * message,
+        sent=2 * message * (work.size - 1) / work.size,
         elements=work.numel,
         entries=4 * levels * work.kept,
     )

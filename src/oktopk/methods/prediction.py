@@ -13,19 +13,11 @@ from oktopk.comm.communicator import Comm
 from oktopk.methods import METHODS
 from oktopk.methods.cost_model import KernelSpeed, Link, Work
 from oktopk.utils.device import to_device
-from oktopk.wire.codec import CodecName, entry_bits, size_rounds
 
 MEGABYTE = 2**20
 
 AUTO_CHOICES = ("dense", "topka", "oktopk")
 """What `method="auto"` chooses from."""
-
-
-def make_work(numel: int, kept: int, size: int, wire: CodecName, *, wide: bool = False) -> Work:
-    """A gradient to exchange; `wide` is float64, which travels plain."""
-    bits = 96.0 if wide else entry_bits(wire, kept / numel)
-    rounds = 0 if wide else size_rounds(wire)
-    return Work(numel, kept, size, bits, 8 if wide else 4, rounds)
 
 
 def break_even(method: str, work: Work, latency: float, speed: KernelSpeed) -> float:

@@ -92,10 +92,12 @@ def _gather_dense(
 def cost(work: Work) -> Cost:
     """k entries to the owners of their regions, then the union of all selections to everyone."""
     share = (work.size - 1) / work.size
-    gathered = min(work.union * work.entry_bytes, work.numel * work.value_bytes)
+    gathered = min(work.sparse_bytes(work.union), work.numel * work.dtype.itemsize)
+    sent = share * (work.sparse_bytes(work.kept) + gathered + 2 * work.dense_bytes)
     return Cost(
         rounds=4 + work.size_rounds,
-        bytes=share * (work.kept * work.entry_bytes + gathered),
+        bytes=sent,
+        sent=sent,
         elements=work.numel,
         entries=2 * work.kept + work.union,
     )

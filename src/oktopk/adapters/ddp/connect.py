@@ -6,14 +6,15 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.adapters.connect import describe_group, describe_parameters
 from oktopk.adapters.ddp.parameters import DDPParameterLayout
 from oktopk.comm.communicator import Comm
-from oktopk.methods.prediction import cheapest, make_work, probe_kernels, probe_link
+from oktopk.methods.cost_model import Work
+from oktopk.methods.prediction import cheapest, probe_kernels, probe_link
 from oktopk.settings import Settings, num_kept
+from oktopk.sparse import common_acc_dtype
 
 log = logging.getLogger("oktopk")
 
@@ -35,11 +36,11 @@ def fastest_method(model: DistributedDataParallel, settings: Settings, comm: Com
     One choice for the model: its groups are alike in size, or there is only one.
     """
     device = next(model.parameters()).device
-    numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    numel = sum(p.numel() for p in trained)
     link, speed = probe_link(comm, device), probe_kernels(comm, device)
-    wide = any(p.dtype == torch.float64 for p in model.parameters())
-    kept = num_kept(numel, settings.density)
-    work = make_work(numel, kept, comm.size, settings.wire, wide=wide)
+    kept, dtype = num_kept(numel, settings.density), common_acc_dtype(trained)
+    work = Work(numel, kept, comm.size, settings.wire, dtype, short_bytes=settings.short_bytes)
     times = cheapest(work, link, speed)
     best = next(iter(times))
     if comm.rank == 0:

@@ -47,8 +47,10 @@ def exchange(
     exchange takes the short path.
     """
     codec = codec_for(local.values, codec)
-    shape = k, local.numel, dense_part.numel(), local.values.dtype
-    if short_path.is_short(*shape, codec, comm.size, state.short_bytes):
+    dtype, num_dense = local.values.dtype, dense_part.numel()
+    if short_path.is_short(
+        Work(local.numel, k, comm.size, codec, dtype, num_dense, state.short_bytes)
+    ):
         state.step += 1
         return short_path.exchange(local, dense_part, k, codec, comm, average)
     due = state.bounds is None or state.step % state.bounds_every == 0 or state.uneven
@@ -86,12 +88,13 @@ def exchange(
 
 def cost(work: Work) -> Cost:
     """k entries to the owners of their regions, then k sums to everyone; or the short path."""
-    if short_path.is_short_work(work):
+    if short_path.is_short(work):
         return allgather.cost(work)
-    share = (work.size - 1) / work.size
+    sent = 2 * (work.size - 1) / work.size * (work.sparse_bytes(work.kept) + work.dense_bytes)
     return Cost(
         rounds=4 + work.size_rounds,
-        bytes=2 * share * work.kept * work.entry_bytes,
+        bytes=sent,
+        sent=sent,
         elements=work.numel,
         entries=4 * work.kept,
     )

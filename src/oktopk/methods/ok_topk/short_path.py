@@ -8,7 +8,6 @@ no second rounding. It sends P/2 times the bytes of the long path and half of it
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from oktopk.comm.communicator import Comm
@@ -18,41 +17,21 @@ from oktopk.methods.cost_model import Work
 from oktopk.methods.ok_topk.balance import max_entries
 from oktopk.methods.selection import largest_positions
 from oktopk.sparse import Sparse
-from oktopk.wire.codec import CodecName, EntryRange, most_words, words_per_value
+from oktopk.wire.codec import CodecName, EntryRange, most_words
 from oktopk.wire.words import WORD_BYTES
 
 
-def is_short(
-    k: int,
-    numel: int,
-    num_dense: int,
-    dtype: torch.dtype,
-    codec: CodecName,
-    size: int,
-    short_bytes: int,
-) -> bool:
+def is_short(work: Work) -> bool:
     """Whether an exchange takes the short path: the same answer on every rank.
 
-    It depends on the most that a rank may select, never on what it did select.
+    It depends on the most that a rank may select, never on what it did select. Its messages must be
+    small, and its entries within the bound on words.
     """
-    entries = WORD_BYTES * most_words(EntryRange(k, 0, numel), codec, dtype)
-    dense = WORD_BYTES * num_dense * words_per_value(dtype)
-    return _fits(entries, dense, k, size, dtype.itemsize, short_bytes)
-
-
-def is_short_work(work: Work) -> bool:
-    """Whether the exchange that `work` describes takes the short path, by its bits per entry."""
-    entries = work.kept * work.entry_bytes
-    return _fits(entries, 0, work.kept, work.size, work.value_bytes, work.short_bytes)
-
-
-def _fits(
-    entries: float, dense: float, k: int, size: int, value_bytes: int, short_bytes: int
-) -> bool:
-    """Whether messages of so many bytes are small, and their entries within the bound on words."""
-    peers = size - 1
-    bound = max_entries(k, size) * (WORD_BYTES + value_bytes)
-    return entries * peers <= bound and (entries + dense) * peers < short_bytes
+    peers = work.size - 1
+    most = most_words(EntryRange(work.kept, 0, work.numel), work.codec, work.dtype)
+    entries = WORD_BYTES * most * peers
+    bound = max_entries(work.kept, work.size) * (WORD_BYTES + work.dtype.itemsize)
+    return entries <= bound and entries + work.dense_bytes * peers < work.short_bytes
 
 
 def exchange(

@@ -237,7 +237,8 @@ def test_groups_of_buckets_lose_nothing_and_keep_k(group, short_bytes):
             for bucket, part in enumerate(grad.split(numels)):
                 current.add_bucket(bucket, part)
             stats = engine.finish(current)
-            done.append(Step(acc.double(), grad.double() * 3, engine.residual.double(), stats))
+            total, residual = grad.double() * 3, engine.residual.double()
+            done.append(Step(acc.double(), total, residual, stats, asked, None))
         return done
 
     ranks = simulate(3, main)

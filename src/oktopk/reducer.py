@@ -155,7 +155,9 @@ class Reducer:
             NonfiniteError: a rank had a NaN or Inf, and `on_nonfinite` is `raise`.
         """
         if not isinstance(grad, Tensor):
-            raise TypeError(f"rank {self.comm.rank}: expected a tensor, got {type(grad).__name__}")
+            raise TypeError(
+                f"rank {self.comm.global_rank}: expected a tensor, got {type(grad).__name__}"
+            )
         grad = grad.detach()
         self._check(grad)
         step = self._engine.begin(grad)
@@ -214,7 +216,7 @@ class Reducer:
             has_data = grad.device.type != "meta"
             check_consistency(self.comm, grad.device if has_data else torch.device("cpu"), values)
             self._agreed = True
-        check_gradient(grad, self.numel, f"rank {self.comm.rank}, step {self.step}")
+        check_gradient(grad, self.numel, f"rank {self.comm.global_rank}, step {self.step}")
 
 
 def check_gradient(grad: Tensor, numel: int, where: str) -> None:

@@ -36,6 +36,7 @@ class MonitoredTransport:
         self, transport: Transport, detector: FailureDetector, parent: Transport | None = None
     ) -> None:
         self.rank, self.size = transport.rank, transport.size
+        self.global_ranks = Comm(transport).global_ranks
         self._transport, self._detector = transport, detector
         self._root = parent or self
 

@@ -100,7 +100,7 @@ def _register(
         if env.world_size > 1 and hasattr(own, "clone"):
             own = own.clone()
         seconds = detection_seconds(timeout)
-        return store, ranks, StoreFailureDetector(own, env.rank, env.world_size, seconds)
+        return store, ranks, StoreFailureDetector(own, env.rank, range(env.world_size), seconds)
 
     try:
         return call_with_timeout(timeout + READ_SECONDS + GRACE, register_and_watch)

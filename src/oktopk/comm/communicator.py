@@ -59,6 +59,11 @@ class Transport(Protocol):
         ...
 
 
+def global_ranks_of(transport: Transport) -> Sequence[int]:
+    """The numbers that the ranks of a transport have in the job, by which messages name them."""
+    return getattr(transport, "global_ranks", range(transport.size))
+
+
 class Comm:
     """The collectives of the methods over a transport, with a ledger of the bytes they sent.
 
@@ -71,7 +76,7 @@ class Comm:
         self.rank = transport.rank
         self.size = transport.size
         self.peers = [rank for rank in range(self.size) if rank != self.rank]
-        self.global_ranks: Sequence[int] = getattr(transport, "global_ranks", range(self.size))
+        self.global_ranks = global_ranks_of(transport)
         """What each rank is called in messages: its number in the job."""
 
         self.ledger = Ledger() if ledger is None else ledger

@@ -53,8 +53,9 @@ def check_consistency_through_store(
 ) -> str:
     """Compare values without a collective; raise ValueError on every rank if one differs.
 
-    `rank` and `ranks`, all that take part, are numbers in the job. `prefix` is for the keys in the store and must be the same on all ranks. The result is the
-    prefix of this comparison, which no other one has.
+    `rank` and `ranks`, all that take part, are numbers in the job. `prefix` is for the keys in the
+    store and must be the same on all ranks. The result is the prefix of this comparison, which no
+    other one has.
 
     Raises ExchangeError with the ranks that have not made the same `call` within `timeout` seconds.
     The rank that arrives last reads a digest of each rank's values, and the values only if digests

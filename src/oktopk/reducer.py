@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from msgspec import to_builtins
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from oktopk.comm.communicator import Comm
 from oktopk.comm.consistency import check_consistency
+from oktopk.comm.process_groups import as_process_group
 from oktopk.comm.simulated import single_rank_comm
 from oktopk.comm.torch_transport import TorchTransport
 from oktopk.engine import saved_state
@@ -26,11 +28,11 @@ from oktopk.utils.arguments import integer, short_repr
 from oktopk.wire.codec import CodecName
 
 
-def default_comm(group: dist.ProcessGroup | None = None) -> Comm:
+def default_comm(group: dist.ProcessGroup | DeviceMesh | None = None) -> Comm:
     """Over a process group, the default one, or of one rank when there is none."""
     if group is None and not dist.is_initialized():
         return single_rank_comm()
-    return Comm(TorchTransport(group))
+    return Comm(TorchTransport(None if group is None else as_process_group("group", group)))
 
 
 class Reducer:
@@ -55,7 +57,8 @@ class Reducer:
         bounds_every: steps between updates of the region bounds (`oktopk`).
         short_bytes: bytes that a rank may send in a short exchange of two rounds (`oktopk`).
         on_nonfinite: what all ranks do when one has a NaN or Inf: `skip`, `raise` or `deliver`.
-        group: the process group; None is the default group, or this process alone.
+        group: the process group, or a mesh of one dimension; None is the default group, or this
+            process alone.
         comm: a communicator instead of `group`, for instance of simulated ranks
             (`oktopk.simulate`).
 
@@ -81,15 +84,13 @@ class Reducer:
         bounds_every: int = 64,
         short_bytes: int = SHORT_BYTES,
         on_nonfinite: OnNonfinite = "skip",
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         comm: Comm | None = None,
     ) -> None:
         if group is not None and comm is not None:
             raise ValueError("pass group or comm, not both")
         if comm is not None and not isinstance(comm, Comm):
             raise TypeError(f"comm must be an oktopk Comm, got {short_repr(comm)}")
-        if group is not None and not isinstance(group, dist.ProcessGroup):
-            raise TypeError(f"group must be a process group, got {short_repr(group)}")
         if (numel := integer("numel", numel, least=0)) > MAX_INDEXABLE:
             raise ValueError(
                 f"numel must be from 0 to 2**31 - 1, as indices are int32, got {numel}: "
@@ -155,7 +156,9 @@ class Reducer:
             NonfiniteError: a rank had a NaN or Inf, and `on_nonfinite` is `raise`.
         """
         if not isinstance(grad, Tensor):
-            raise TypeError(f"rank {self.comm.rank}: expected a tensor, got {type(grad).__name__}")
+            raise TypeError(
+                f"rank {self.comm.global_rank}: expected a tensor, got {type(grad).__name__}"
+            )
         grad = grad.detach()
         self._check(grad)
         step = self._engine.begin(grad)
@@ -214,7 +217,7 @@ class Reducer:
             has_data = grad.device.type != "meta"
             check_consistency(self.comm, grad.device if has_data else torch.device("cpu"), values)
             self._agreed = True
-        check_gradient(grad, self.numel, f"rank {self.comm.rank}, step {self.step}")
+        check_gradient(grad, self.numel, f"rank {self.comm.global_rank}, step {self.step}")
 
 
 def check_gradient(grad: Tensor, numel: int, where: str) -> None:

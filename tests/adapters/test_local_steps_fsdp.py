@@ -42,7 +42,7 @@ def start(make=Net, sites: int = 2, optimizer=adamw, fsdp=None, **more) -> Site:
     torch.manual_seed(dist.get_rank() // mesh_of(sites)["shard"].size())  # another at each site
     model = sharded(make(), sites, **(fsdp or {}))
     site = Site(model, optimizer(model.parameters()))
-    how = {"group": mesh_of(sites)["replicate"].get_group(), "on_step": site.stats.append}
+    how = {"group": mesh_of(sites)["replicate"], "on_step": site.stats.append}
     site.handle = oktopk.local_steps(model, site.optimizer, **(how | LOCAL | more))
     return site
 
@@ -361,7 +361,7 @@ def an_early_optimizer() -> None:
 
 REFUSED = {
     "automatic density": (lambda: start(density="auto"), "'auto' does not work with FSDP2"),
-    "no group": (lambda: start(group=None), 'group=mesh["replicate"].get_group()'),
+    "no group": (lambda: start(group=None), 'group=mesh["replicate"])'),
     "the shard group": (
         lambda: start(group=mesh_of(2)["shard"].get_group()),
         "exactly this rank in common",

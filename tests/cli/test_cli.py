@@ -108,6 +108,22 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(oktopk, capsys, words,
     assert said.out == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("train --gpus 4", "--workers"),
+        ("compare --nproc 4", "--workers"),
+        ("check --nproc_per_node=4", "--workers"),
+        ("train --steps 9", "--max-steps"),
+        ("train --method ddp", "ddp_dense"),
+        ("compare --methods ddp,oktopk", "ddp_dense"),
+    ],
+)
+def test_words_of_other_launchers_are_known(oktopk, capsys, words, meant):
+    assert oktopk(*words.split()) == 2
+    assert f"; did you mean {meant!r}?" in capsys.readouterr().err
+
+
 def test_help_shows_the_values_that_will_be_used(oktopk, capsys):
     """Those of the config, not the defaults of its class."""
     for words in (("--config", "race"), ("--task", "text"), ("--config", "lstm_full"), ()):

@@ -28,7 +28,7 @@ def compared(store, facts: list[dict], late: int | None = None, calls: int = 1) 
         for _ in range(calls):
             try:
                 check_consistency_through_store(
-                    lambda: store, rank, len(facts), 30 if late is None else 0.1, facts[rank]
+                    lambda: store, rank, range(len(facts)), 30 if late is None else 0.1, facts[rank]
                 )
             except (ValueError, ExchangeError) as error:
                 return f"{type(error).__name__}: {error}"
@@ -72,7 +72,7 @@ def test_a_rank_that_comes_too_late_is_told_too(store):
 def test_no_rank_ends_with_the_store_before_the_others_have_read_the_error(store):
     def one(rank: int) -> int:
         with pytest.raises(ValueError, match="rank is 0 on rank 0 but 1 on rank 1, 2 on rank 2"):
-            check_consistency_through_store(lambda: store, rank, 3, 30, {"rank": rank})
+            check_consistency_through_store(lambda: store, rank, range(3), 30, {"rank": rank})
         return store.add("oktopk.attach.1.read", 0)
 
     with ThreadPoolExecutor(3) as pool:
@@ -84,16 +84,16 @@ def test_a_store_that_is_gone_is_an_error_that_says_so():
         raise RuntimeError("connection refused")
 
     with pytest.raises(ExchangeError, match=r"rank 0: the store .* look there \(connection refu"):
-        check_consistency_through_store(gone, 0, 1, 1.0, {})
+        check_consistency_through_store(gone, 0, [0], 1.0, {})
 
 
 def test_an_error_lists_a_few_ranks_and_a_few_differences():
     everyone = [{f"f{i}": rank > 0 for i in range(30)} for rank in range(300)]
-    said = differences(everyone)
+    said = differences(everyone, range(300))
     assert "f0 is False on rank 0 but True on ranks 1, 2, 3, 4, 5, 6, 7, 8 and 291 more;" in said
     assert said.endswith("; and 22 more differences") and len(said) < 1000
-    assert differences([{"a": 1}, {}]) == "a is 1 on rank 0 but not set on rank 1"
-    assert differences([{"a": 1}] * 3) == differences([{}] * 2) == ""
+    assert differences([{"a": 1}, {}], range(2)) == "a is 1 on rank 0 but not set on rank 1"
+    assert differences([{"a": 1}] * 3, range(3)) == differences([{}] * 2, range(2)) == ""
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class Connections:
 def detectors() -> Iterator[list[StoreFailureDetector]]:
     """The detectors of three ranks."""
     store = dist.HashStore()
-    made = [StoreFailureDetector(store, rank, 3, SECONDS) for rank in range(3)]
+    made = [StoreFailureDetector(store, rank, range(3), SECONDS) for rank in range(3)]
     yield made
     for detector in made:
         detector.close()
@@ -76,7 +76,7 @@ def test_an_error_of_one_rank_is_named_by_the_others(detectors):
 
 def test_a_rank_that_does_not_report_is_named():
     store = dist.HashStore()
-    detector = StoreFailureDetector(store, 0, 2, SECONDS)
+    detector = StoreFailureDetector(store, 0, range(2), SECONDS)
     assert aborted(detector, ExchangeError("x")) == f"rank 0, step 0: rank 1 {SILENT} (x)"
     detector.close()
 
@@ -95,14 +95,14 @@ def test_a_store_that_fails_is_told_and_ends_nothing_before_a_failure():
         def check(self, keys: list[str]) -> bool:
             raise RuntimeError("connection reset")
 
-    detector = StoreFailureDetector(Gone(), 0, 2, 0.1)
+    detector = StoreFailureDetector(Gone(), 0, range(2), 0.1)
     assert detector.wait_diagnosis() == f"{STORE_UNREACHABLE} (connection reset)"
     assert detector.diagnosis is None
     detector.close()
 
 
 def test_a_shared_detector_stops_with_its_last_user():
-    detector = StoreFailureDetector(dist.HashStore(), 0, 1, SECONDS)
+    detector = StoreFailureDetector(dist.HashStore(), 0, [0], SECONDS)
     shared = detector.share()
     detector.close()
     assert shared._thread.is_alive()
@@ -112,7 +112,7 @@ def test_a_shared_detector_stops_with_its_last_user():
 
 def test_detectors_at_one_store_do_not_see_each_others_failures():
     store = dist.HashStore()
-    first, second = (StoreFailureDetector(store, 0, 1, SECONDS) for _ in range(2))
+    first, second = (StoreFailureDetector(store, 0, [0], SECONDS) for _ in range(2))
     first.report("ValueError: x")
     assert first.wait_diagnosis() == "rank 0 failed in step 0: ValueError: x"
     second.close()
@@ -136,9 +136,9 @@ def test_errors_of_torch_name_the_rank_inside_of_a_job(detectors):
 
 def test_the_diagnosis_names_failed_ranks_then_silent_ones_then_the_last():
     fine, broken = Report(5, None), Report(7, "ValueError: x")
-    assert diagnose({0: fine, 1: broken}, 2) == "rank 1 failed in step 7: ValueError: x"
-    assert diagnose({0: fine, 3: fine}, 4) == f"rank 1 {SILENT}; rank 2 {SILENT}"
-    assert "the last of them rank 1 in step 4" in diagnose({0: fine, 1: Report(4, None)}, 2)
+    assert diagnose({0: fine, 1: broken}, range(2)) == "rank 1 failed in step 7: ValueError: x"
+    assert diagnose({0: fine, 3: fine}, range(4)) == f"rank 1 {SILENT}; rank 2 {SILENT}"
+    assert "the last of them rank 1 in step 4" in diagnose({0: fine, 1: Report(4, None)}, range(2))
 
 
 @pytest.mark.parametrize(("timeout", "seconds"), [(3.0, 1.0), (15.0, 5.0), (300.0, 5.0)])

@@ -25,11 +25,28 @@ def test_a_resumed_run_counts_the_bytes_of_all_its_steps(capsys):
     totals = RunTotals()
     for number in range(3):
         totals.add(step(number, sent=100))
-    resumed = ProgressBar(total=4, done=3, every=1, totals=totals)
+    resumed = ProgressBar(4, 3, Config(log_every=1), totals)
     last = step(3, sent=20)
     totals.add(last)
     resumed.step(last)
     assert "bytes saved 20%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("config", "left"),
+    [
+        (Config(log_every=1, max_minutes=2.0), "  2:00 left"),
+        (Config(log_every=1, max_minutes=2.0, until="wer<0.3"), "  at most 2:00 left"),
+    ],
+)
+def test_no_more_time_is_left_than_the_limit_allows(capsys, monkeypatch, config, left):
+    now = iter((0.0, 60.0))
+    monkeypatch.setattr("oktopk.train.console.time.monotonic", lambda: next(now))
+    totals = RunTotals()
+    progress = ProgressBar(1000, 0, config, totals)
+    totals.add(step(0, sent=100))
+    progress.step(step(0, sent=100))
+    assert capsys.readouterr().out.strip().endswith(left)
 
 
 @pytest.mark.parametrize(("wer", "said"), [(0.2, "was reached"), (0.4, "was not reached")])

@@ -25,6 +25,7 @@ METRICS = (
         ("accuracy>=0.9", "accuracy", 0.9),
         ("loss=1.88", "val_loss", 1.88),
         ("wer==0", "wer", 0.0),
+        ("wer<=0", "wer", 0.0),
         ("accuracy=1", "accuracy", 1.0),
         ("loss<-3", "val_loss", -3.0),
     ],
@@ -45,8 +46,10 @@ def test_a_target_is_a_metric_and_a_value(text, name, value):
         ("wer>0.3", "wer is better when it is lower: write 'wer<0.3'"),
         ("wer<low", "'low' is not a finite number"),
         ("wer<nan", "'nan' is not a finite number"),
-        ("accuracy=99", "accuracy cannot be better than 1, got 99"),
-        ("wer<-0.1", "wer cannot be better than 0, got -0.1"),
+        ("accuracy=99", "accuracy cannot be better than 1, got 'accuracy=99'"),
+        ("wer<-0.1", "wer cannot be better than 0, got 'wer<-0.1'"),
+        ("wer<0", "wer cannot be better than 0, got 'wer<0': write 'wer=0' for the best there is"),
+        ("accuracy>1", "accuracy cannot be better than 1, got 'accuracy>1': write 'accuracy=1'"),
     ],
 )
 def test_what_is_wrong_with_a_target_is_said(text, message):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,15 +18,18 @@ import speech
 from launchers import environment
 from oktopk import cli
 from oktopk.runlog.run_directory import (
+    METRICS_FILE,
     create_run_directory,
     has_checkpoint,
     latest_number,
     latest_resumable,
 )
+from oktopk.train import checkpoint
 from oktopk.train import command as train_command
 from oktopk.train.command import resolve
 from oktopk.train.config import Config
 from oktopk.train.config_files import to_toml
+from oktopk.train.run import find_and_restore
 from speech import SMALL
 
 RUN = [sys.executable, "-m", "oktopk", "train"]
@@ -232,6 +236,17 @@ def test_the_newest_run_with_a_checkpoint_is_resumed(tmp_path):
 def test_without_a_checkpoint_the_newest_folder_is_used_again(tmp_path):
     (tmp_path / "a").mkdir()
     assert create_run_directory(tmp_path, "a", resume=True) == 1
+
+
+def test_only_a_run_that_was_begun_before_has_no_checkpoint(tmp_path, monkeypatch, caplog):
+    """`oktopk compare` resumes every run, new ones too."""
+    monkeypatch.setattr(checkpoint, "find", lambda *_: None)
+    run = Mock()
+    with caplog.at_level("INFO"):
+        assert find_and_restore(run, tmp_path, ()) == 0 and not caplog.messages
+        (tmp_path / METRICS_FILE).touch()
+        assert find_and_restore(run, tmp_path, ()) == 0
+    assert "was begun before and has no checkpoint: starting again" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("content", ["", "lr = 0.01\n", "name = 5\n", "\0"])

@@ -47,7 +47,7 @@ def agree_by_store(
     """Compare what all ranks are about to do, before any collective: ranks that differ abort."""
     transport = TorchTransport(group)
     return check_consistency_through_store(
-        transport.store, transport.rank, transport.size, timeout, values, call, prefix
+        transport.store, dist.get_rank(), transport.global_ranks, timeout, values, call, prefix
     )
 
 
@@ -80,6 +80,6 @@ def connect(
         failure_detector = shared.share()
     else:
         seconds = detection_seconds(timeout)
-        failure_detector = StoreFailureDetector(store(), comm.rank, comm.size, seconds)
+        failure_detector = StoreFailureDetector(store(), dist.get_rank(), ranks, seconds)
     undo.callback(failure_detector.close)
     return comm, failure_detector

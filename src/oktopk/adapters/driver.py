@@ -170,7 +170,7 @@ class Driver(Generic[Parameters]):
             log.warning(
                 "rank %d, %s %d: %s had a NaN or Inf on some rank; no rank applied it "
                 "(%d %s%s skipped so far)",
-                self.rank,
+                self.comm.global_rank,
                 self.unit,
                 stats.step,
                 self.subject,
@@ -191,5 +191,5 @@ class Driver(Generic[Parameters]):
         try:
             on_step(stats)
         except Exception:
-            where = self.comm.rank, self.unit, stats.step
+            where = self.comm.global_rank, self.unit, stats.step
             log.exception("rank %d, %s %d: on_step failed", *where)

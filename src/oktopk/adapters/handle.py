@@ -62,6 +62,14 @@ class BaseHandle(ABC, Generic[AnyDriver]):
         self._connection = connection
         self._method_is_auto = method_is_auto
 
+    def __reduce__(self) -> str:
+        """Refuse to be saved or copied: connections cannot be."""
+        raise TypeError(
+            f"{type(self).__name__} holds connections to other ranks, which cannot be saved or "
+            "copied: save handle.state_dict() on every rank, or call handle.save(folder), and save "
+            "or copy the bare module (model.module), not the DistributedDataParallel around it"
+        )
+
     @property
     def comm(self) -> Comm:
         """The communicator of the exchange; its ledger counts all bytes."""

@@ -6,18 +6,22 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from oktopk.adapters.policy import Policy
 from oktopk.comm.communicator import Comm
+from oktopk.comm.process_groups import timeout_of
 from oktopk.utils.arguments import number, short_repr
 
 MOST_SECONDS = 10**7  # about four months: larger ones overflow in the C++ of the process group
 
 
-def time_limit(timeout: Any) -> float:
-    """A time limit."""
+def time_limit(timeout: Any, group: dist.ProcessGroup | None) -> float:
+    """A time limit; None is that of the process group."""
+    if timeout is None:
+        return min(timeout_of(group), MOST_SECONDS)
     limit = number("timeout", timeout, "more than 0 seconds")
     if not 0 < limit <= MOST_SECONDS:
         raise ValueError(

@@ -20,7 +20,7 @@ def broadcast_(tensors: Iterable[Tensor], comm: Comm, *, stage: str) -> None:
     Payload: n(P-1) elements sent by rank 0. One tensor at a time, so that no copy of them all is
     needed.
     """
-    for x in tensors:
+    for x in map(_distinct, tensors):
         if comm.rank == 0:
             words = _words(x)
             comm.exchange(dict.fromkeys(comm.peers, words), {}, x.device, stage=stage)
@@ -29,6 +29,14 @@ def broadcast_(tensors: Iterable[Tensor], comm: Comm, *, stage: str) -> None:
             words = comm.exchange({}, sizes, x.device, stage=stage)[0]
             flat = words.view(torch.uint8)[: x.nbytes].view(x.dtype)
             x.detach().copy_(flat.view(x.shape))
+
+
+def _distinct(x: Tensor) -> Tensor:
+    """The entries of a tensor that have memory of their own: an expanded one repeats them."""
+    for dim, stride in enumerate(x.stride()):
+        if stride == 0 and x.shape[dim] > 1:
+            x = x.narrow(dim, 0, 1)
+    return x
 
 
 def _words(x: Tensor) -> Tensor:

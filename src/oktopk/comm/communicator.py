@@ -29,7 +29,11 @@ from oktopk.utils.device import to_device
 
 
 class Transport(Protocol):
-    """Carries messages between ranks: a torch process group, or simulated ranks."""
+    """Carries messages between ranks: a torch process group, or simulated ranks.
+
+    Where its ranks have other numbers in the job, a transport has these in `global_ranks`, for
+    messages.
+    """
 
     rank: int
     size: int
@@ -55,6 +59,11 @@ class Transport(Protocol):
         ...
 
 
+def global_ranks_of(transport: Transport) -> Sequence[int]:
+    """The numbers that the ranks of a transport have in the job, by which messages name them."""
+    return getattr(transport, "global_ranks", range(transport.size))
+
+
 class Comm:
     """The collectives of the methods over a transport, with a ledger of the bytes they sent.
 
@@ -67,6 +76,9 @@ class Comm:
         self.rank = transport.rank
         self.size = transport.size
         self.peers = [rank for rank in range(self.size) if rank != self.rank]
+        self.global_ranks = global_ranks_of(transport)
+        """What each rank is called in messages: its number in the job."""
+
         self.ledger = Ledger() if ledger is None else ledger
         self.nonfinite = False
         """Whether this rank, or a rank it got a size from, had a NaN or Inf in its gradient.
@@ -78,6 +90,11 @@ class Comm:
         """Whether an attached model uses it. Two would mix their collectives."""
 
         self.transport = transport
+
+    @property
+    def global_rank(self) -> int:
+        """What this rank is called in messages: its number in the job."""
+        return self.global_ranks[self.rank]
 
     def split(self, groups: Sequence[Sequence[int]]) -> Comm:
         """Return a `Comm` over the group that has this rank, with ranks numbered from 0 in order.

@@ -38,14 +38,14 @@ def check_consistency(comm: Comm, device: torch.device, values: Mapping[str, obj
     assert len(text) <= HEADER_BYTES, text
     mine = torch.tensor(list(text.ljust(HEADER_BYTES)), dtype=torch.uint8, device=device)
     rows = comm.all_gather_header(mine, stage="handshake")
-    if found := differences([json.loads(bytes(row)) for row in rows.tolist()]):
+    if found := differences([json.loads(bytes(row)) for row in rows.tolist()], comm.global_ranks):
         raise ValueError(f"the ranks disagree: {found}")
 
 
 def check_consistency_through_store(
     open_store: Callable[[], Store],
     rank: int,
-    size: int,
+    ranks: Sequence[int],
     timeout: float,
     values: Mapping[str, object],
     call: str = "attach",
@@ -53,8 +53,9 @@ def check_consistency_through_store(
 ) -> str:
     """Compare values without a collective; raise ValueError on every rank if one differs.
 
-    `prefix` is for the keys in the store and must be the same on all ranks. The result is the
-    prefix of this comparison, which no other one has.
+    `rank` and `ranks`, all that take part, are numbers in the job. `prefix` is for the keys in the
+    store and must be the same on all ranks. The result is the prefix of this comparison, which no
+    other one has.
 
     Raises ExchangeError with the ranks that have not made the same `call` within `timeout` seconds.
     The rank that arrives last reads a digest of each rank's values, and the values only if digests
@@ -65,8 +66,8 @@ def check_consistency_through_store(
         store = open_store()
         # every rank counts its own calls, and all make the same calls: equal numbers are one call
         prefix = f"{prefix}.{store.add(f'{prefix}.{rank}', 1)}"
-        found = _outcome(store, prefix, rank, size, timeout, values)
-        kind, text = found if found is not None else _too_late(store, prefix, call, size, timeout)
+        found = _outcome(store, prefix, rank, ranks, timeout, values)
+        kind, text = found if found is not None else _too_late(store, prefix, call, ranks, timeout)
     except RuntimeError as error:  # of torch's store
         raise ExchangeError(
             f"rank {rank}: the store of the process group does not answer, so the ranks could not "
@@ -80,20 +81,26 @@ def check_consistency_through_store(
 
 
 def _outcome(
-    store: Store, prefix: str, rank: int, size: int, timeout: float, values: Mapping[str, object]
+    store: Store,
+    prefix: str,
+    rank: int,
+    ranks: Sequence[int],
+    timeout: float,
+    values: Mapping[str, object],
 ) -> tuple[str, str] | None:
     """Return the type and the text of the error, the same on every rank; no text if all agree.
 
     None means that a rank did not arrive in time.
     """
-    outcome_key, keys = f"{prefix}.outcome", [f"{prefix}.{each}" for each in range(size)]
+    outcome_key, keys = f"{prefix}.outcome", {each: f"{prefix}.{each}" for each in ranks}
     text = json.dumps(dict(values))
     store.set(f"{keys[rank]}.values", text)
     store.set(keys[rank], sha256(text.encode()).hexdigest())
-    if store.add(f"{prefix}.arrived", 1) == size:
+    if store.add(f"{prefix}.arrived", 1) == len(keys):
         problem = ""
-        if len({store.get(key) for key in keys}) > 1:
-            found = differences([json.loads(store.get(f"{key}.values")) for key in keys])
+        if len({store.get(key) for key in keys.values()}) > 1:
+            everyone = [json.loads(store.get(f"{key}.values")) for key in keys.values()]
+            found = differences(everyone, ranks)
             problem = f"the ranks disagree: {found}"
         written = store.compare_set(outcome_key, "", json.dumps(("ValueError", problem)))
     elif _wait_for(store, outcome_key, timeout):
@@ -106,9 +113,11 @@ def _outcome(
     return kind, problem
 
 
-def _too_late(store: Store, prefix: str, call: str, size: int, timeout: float) -> tuple[str, str]:
+def _too_late(
+    store: Store, prefix: str, call: str, ranks: Sequence[int], timeout: float
+) -> tuple[str, str]:
     """Return the outcome where a rank is missing, unless another one has been written meanwhile."""
-    missing = [rank for rank in range(size) if not store.check([f"{prefix}.{rank}"])]
+    missing = [rank for rank in ranks if not store.check([f"{prefix}.{rank}"])]
     text = (
         f"{ranks_text(missing)} did not call {call} within {timeout:g} s of another rank: every "
         "rank of the model's process group must; if they are only late, raise `timeout`"
@@ -126,16 +135,16 @@ def _wait_until_all_have_read(store: Store, prefix: str, timeout: float) -> None
         num_read = store.add(f"{prefix}.read", 0)
 
 
-def differences(values: Sequence[Mapping[str, object]]) -> str:
+def differences(values: Sequence[Mapping[str, object]], ranks: Sequence[int]) -> str:
     """Describe the values that are not the same on all ranks; empty if all are the same."""
     lines = []
     for name in dict.fromkeys(name for mine in values for name in mine):
-        ranks: dict[str, list[int]] = {}
-        for rank, mine in enumerate(values):
+        found: dict[str, list[int]] = {}
+        for rank, mine in zip(ranks, values, strict=True):
             text = str(_shortened(mine[name])) if name in mine else "not set"
-            ranks.setdefault(text, []).append(rank)
-        if len(ranks) > 1:
-            first, *others = (f"{text} on {ranks_text(having)}" for text, having in ranks.items())
+            found.setdefault(text, []).append(rank)
+        if len(found) > 1:
+            first, *others = (f"{text} on {ranks_text(having)}" for text, having in found.items())
             lines.append(f"{name} is {first} but {', '.join(others[:MAX_SHOWN])}")
     more = f"; and {len(lines) - MAX_SHOWN} more differences" if len(lines) > MAX_SHOWN else ""
     return "; ".join(lines[:MAX_SHOWN]) + more

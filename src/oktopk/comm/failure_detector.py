@@ -19,7 +19,7 @@ import json
 import re
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from time import monotonic
@@ -89,16 +89,16 @@ class StoreFailureDetector:
     """A `FailureDetector` that works through the store of the process group.
 
     All ranks must create their detectors in the same order. A failure is diagnosed within `seconds`
-    after a rank has reported it.
+    after a rank has reported it. `rank` and `ranks`, all that are watched, are numbers in the job.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
+    def __init__(self, store: Store, rank: int, ranks: Sequence[int], seconds: float) -> None:
         self.step, self.hint = 0, ""
         self._store, self._rank, self._seconds = store, rank, seconds
         # every rank counts its own detectors: torch may use the name of a group twice
         prefix = f"oktopk.{store.add(f'oktopk.{rank}', 1)}"
         self._failure_key = f"{prefix}.failed"
-        self._report_keys = [f"{prefix}.{each}" for each in range(size)]
+        self._report_keys = {each: f"{prefix}.{each}" for each in ranks}
         self._cause: str | None = None
         self._diagnosis: str | None = None
         self._store_error = STORE_UNREACHABLE
@@ -175,14 +175,15 @@ class StoreFailureDetector:
         self._store.set(self._failure_key, "")
         self._reported.set()
         pause = threading.Event()
-        while not self._store.check(self._report_keys) and monotonic() < deadline:
+        keys = list(self._report_keys.values())
+        while not self._store.check(keys) and monotonic() < deadline:
             pause.wait(self._seconds / POLLS / 4)
         reports = {
             rank: Report(**json.loads(self._store.get(key)))
-            for rank, key in enumerate(self._report_keys)
+            for rank, key in self._report_keys.items()
             if self._store.check([key])
         }
-        return diagnose(reports, len(self._report_keys), self.hint)
+        return diagnose(reports, list(self._report_keys), self.hint)
 
 
 class NoFailureDetector:
@@ -239,8 +240,8 @@ def _clear_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def diagnose(reports: dict[int, Report], size: int, hint: str = "") -> str:
-    """Name the ranks that caused a failure, from the reports that arrived.
+def diagnose(reports: dict[int, Report], ranks: Sequence[int], hint: str = "") -> str:
+    """Name those of the ranks that caused a failure, from the reports that arrived.
 
     `hint` is what a rank may have done where all of them answer.
     """
@@ -251,7 +252,7 @@ def diagnose(reports: dict[int, Report], size: int, hint: str = "") -> str:
     ]
     causes += [
         f"rank {rank} does not answer: it died, stopped, or ended before the others"
-        for rank in range(size)
+        for rank in ranks
         if rank not in reports
     ]
     if causes:

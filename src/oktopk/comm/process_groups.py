@@ -6,23 +6,53 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from oktopk.comm.communicator import Transport
+from oktopk.comm.communicator import Transport, global_ranks_of
 from oktopk.comm.failure_detector import (
     FailureDetector,
     detection_seconds,
     is_network_error,
     job_detector,
 )
-from oktopk.comm.torch_transport import TorchTransport, nccl_timeout
+from oktopk.comm.torch_transport import TIMEOUT, TorchTransport, nccl_timeout
 from oktopk.errors import ExchangeError
+from oktopk.utils.arguments import short_repr
 from oktopk.utils.time_limit import GRACE, CallTimeoutError, call_with_timeout
 
 T = TypeVar("T")
+
+
+def as_process_group(argument: str, group: Any) -> dist.ProcessGroup:
+    """The process group that was given, also as a mesh of one dimension; TypeError or ValueError if
+    it is something else. `argument` is what the caller calls it."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"{argument} is a mesh of {group.ndim} dimensions: pass the one whose ranks "
+                f"exchange, {argument}=mesh[name]"
+            )
+        return group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"rank {dist.get_rank()} is not in the {argument} it was given")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"{argument} must be a process group or a mesh of one dimension, got "
+            f"{short_repr(group)}"
+        )
+    return group
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> float:
+    """The seconds that operations of a process group may take: as `init_process_group` or
+    `new_group` was told, or torch's default for the backend."""
+    backends = [] if group is None else map(group._get_backend, group._device_types)
+    options = [backend.options for backend in backends if hasattr(backend, "options")]
+    return min((each._timeout.total_seconds() for each in options), default=TIMEOUT)
 
 
 class MonitoredTransport:
@@ -36,6 +66,7 @@ class MonitoredTransport:
         self, transport: Transport, detector: FailureDetector, parent: Transport | None = None
     ) -> None:
         self.rank, self.size = transport.rank, transport.size
+        self.global_ranks = global_ranks_of(transport)
         self._transport, self._detector = transport, detector
         self._root = parent or self
 

@@ -65,10 +65,10 @@ def check_replicas(
     active = (everyone[:, -2] == 0).nonzero().view(-1)
     differs = everyone[active] != everyone[active[:1]]
     for column, name in enumerate(parameters):
-        others = active[differs[:, column]].tolist()
+        others = [comm.global_ranks[rank] for rank in active[differs[:, column]].tolist()]
         if others:
             raise ReplicaError(
-                f"rank {comm.rank}, step {step}: the weights of {name!r} differ "
-                f"between rank {int(active[0])} and {ranks_text(others)}"
+                f"rank {comm.global_rank}, step {step}: the weights of {name!r} differ "
+                f"between rank {comm.global_ranks[int(active[0])]} and {ranks_text(others)}"
                 + (AFTER_JOIN if everyone[:, -1].any() else "")
             )

@@ -108,6 +108,7 @@ class SimulatedTransport:
         self.group = group
         self.rank = rank
         self.size = len(group.ranks)
+        self.global_ranks = group.ranks
 
     def exchange(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
         self._publish(outgoing)

@@ -44,10 +44,7 @@ class TorchTransport:
         if self.rank < 0:
             raise ValueError(f"rank {dist.get_rank()} of the job is not in the group it was given")
         self.size = dist.get_world_size(group)
-        self._global_ranks = [
-            peer if group is None else dist.get_global_rank(group, peer)
-            for peer in range(self.size)
-        ]
+        self.global_ranks = dist.get_process_group_ranks(group)
 
     def exchange(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
         ops, peers = [], []
@@ -90,7 +87,7 @@ class TorchTransport:
             if not whole_job and self.rank not in ranks:
                 continue
             group = dist.new_group(
-                [self._global_ranks[rank] for rank in ranks],
+                [self.global_ranks[rank] for rank in ranks],
                 timeout=limit,
                 backend=backend,
                 use_local_synchronization=not whole_job,
@@ -123,17 +120,19 @@ class TorchTransport:
         closing.join(CLOSE_SECONDS)
 
     def _op(self, op, tensor: Tensor, peer: int) -> dist.P2POp:  # noqa: ANN001
-        return dist.P2POp(op, tensor, self._global_ranks[peer], self.group)
+        return dist.P2POp(op, tensor, self.global_ranks[peer], self.group)
 
     def _wait(self, ops: list[dist.P2POp], peers: list[int]) -> None:
+        ranks = sorted({self.global_ranks[peer] for peer in peers})
         try:
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
-            ranks = sorted(set(peers))
             raise ExchangeError(f"the connection to a rank of {ranks} is gone: {error}") from error
         # NCCL returns one work for all of them
         each = len(works) == len(ops)
-        names = [f"rank {peer}" for peer in peers] if each else [f"ranks {sorted(set(peers))}"]
+        names = (
+            [f"rank {self.global_ranks[peer]}" for peer in peers] if each else [f"ranks {ranks}"]
+        )
         for work, name in zip(works, names, strict=True):
             self._finish(work, ops[0].tensor, f"no exchange with {name}")
 

@@ -9,7 +9,7 @@ from shutil import get_terminal_size
 
 from oktopk.runlog.schema import Record, RunRecord, StepRecord, ValidationRecord
 from oktopk.train.config import Config
-from oktopk.train.console import print_line
+from oktopk.train.console import print_line, time_left
 from oktopk.utils.units import format_duration, format_metric
 
 LINE_SECONDS = 15.0
@@ -76,8 +76,7 @@ class RunProgress:
         parts.append(f"{format_duration(self._seconds)} of training")
         left = self._seconds_left(total)
         if left is not None:
-            limit = "at most " if self.config.until else ""
-            parts.append(f"{limit}{format_duration(left)} left")
+            parts.append(time_left(left, self.config))
         if self._runs_after:
             parts.append(f"{self._runs_after} more to train{self._all_left(left)}")
         return f"{self.place}: {', '.join(filter(None, parts))}"

@@ -201,7 +201,7 @@ class Engine:
     ) -> None:
         """Raise NonfiniteError after a skipped step, if the settings say so."""
         if stats.skipped and self.settings.on_nonfinite == "raise":
-            where = f"rank {self.comm.rank}, {unit} {stats.step}"
+            where = f"rank {self.comm.global_rank}, {unit} {stats.step}"
             raise NonfiniteError(f"{where}: {what} had a NaN or Inf on some rank")
 
     def residual_of(self, bucket: int) -> Tensor | None:

@@ -11,7 +11,6 @@ or one of DDP, the error names the rank at fault.
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,12 +24,15 @@ from oktopk.comm.communicator import Comm
 from oktopk.comm.failure_detector import (
     StoreFailureDetector,
     detection_seconds,
+    is_network_error,
     job_detector,
     use_for_job,
 )
 from oktopk.comm.process_groups import MonitoredTransport, make_group, new_transport
 from oktopk.comm.torch_transport import TorchTransport
-from oktopk.errors import LaunchError
+from oktopk.errors import ExchangeError, LaunchError
+from oktopk.launch.interface import ADVICE, use_loopback, use_route_to
+from oktopk.launch.master_endpoint import master_endpoint
 from oktopk.launch.rank_environment import SINGLE_RANK, RankEnvironment
 from oktopk.launch.rank_info import RankInfo, choose_device, choose_num_threads
 from oktopk.launch.registration import READ_SECONDS, register
@@ -100,7 +102,7 @@ def _register(
         if env.world_size > 1 and hasattr(own, "clone"):
             own = own.clone()
         seconds = detection_seconds(timeout)
-        return store, ranks, StoreFailureDetector(own, env.rank, env.world_size, seconds)
+        return store, ranks, StoreFailureDetector(own, env.rank, range(env.world_size), seconds)
 
     try:
         return call_with_timeout(timeout + READ_SECONDS + GRACE, register_and_watch)
@@ -117,33 +119,34 @@ def _prepare(env: RankEnvironment, ranks: list[RankInfo]) -> torch.device:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(choose_num_threads(env.rank, ranks))
     if env.on_one_host:
-        _use_loopback()
+        use_loopback()
+    else:
+        use_route_to(master_endpoint(env)[0])
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
 
 
-def _use_loopback() -> None:
-    """Keep gloo from looking up the host's name, which machines without DNS do not have."""
-    names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
-    if names:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", names.pop())
-
-
 def _make_default_group(
     store: dist.Store, env: RankEnvironment, device: torch.device, timeout: float
 ) -> None:
-    make_group(
-        timeout,
-        lambda limit: dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=store,
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=limit,
-            device_id=device if device.type == "cuda" else None,
-        ),
-    )
+    try:
+        make_group(
+            timeout,
+            lambda limit: dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=store,
+                rank=env.rank,
+                world_size=env.world_size,
+                timeout=limit,
+                device_id=device if device.type == "cuda" else None,
+            ),
+        )
+    except RuntimeError as error:
+        if env.on_one_host or device.type == "cuda" or not is_network_error(error):
+            raise
+        reason = str(error).strip().split("\n")[0]
+        raise ExchangeError(f"{reason}; {ADVICE}") from error
 
 
 class _DefaultGroup:

@@ -120,7 +120,7 @@ def _announce(
 
 def _settings_problem(settings: list[Mapping[str, object]]) -> str:
     """Describe how the settings of the ranks differ; empty if they do not."""
-    found = differences(settings)
+    found = differences(settings, range(len(settings)))
     if not found:
         return ""
     return f"the ranks were started with different settings: {found}. Give all ranks the same flags"

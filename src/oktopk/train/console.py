@@ -16,6 +16,7 @@ from oktopk.runlog.schema import (
     StepRecord,
     ValidationRecord,
 )
+from oktopk.train.config import Config
 from oktopk.train.tasks.base import Metric
 from oktopk.utils.units import format_duration, format_metric
 
@@ -37,31 +38,40 @@ def print_line(text: str) -> None:
 class ProgressBar:
     """Progress over all steps of a run. `totals` are those of the run, which counts its steps."""
 
-    def __init__(self, total: int, done: int, every: int, totals: RunTotals) -> None:
-        self._total, self._first, self._every = total, done, every
+    def __init__(self, total: int, done: int, config: Config, totals: RunTotals) -> None:
+        self._total, self._first, self._config = total, done, config
         self._started = time.monotonic()
         self._totals = totals
         self._progress = None
         if sys.stdout.isatty():
             # imported here: other commands use this module without rich
             from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, Progress, TextColumn
 
-            columns = ("{task.description}", BarColumn(), "{task.completed}/{task.total}")
+            columns = "{task.description}", BarColumn(), "{task.completed}/{task.total}"
             shown = [TextColumn(c) if isinstance(c, str) else c for c in columns]
-            self._progress = Progress(*shown, TimeRemainingColumn(), console=Console())
-            self._task = self._progress.add_task("", total=total, completed=done)
+            left = TextColumn("{task.fields[left]}")
+            self._progress = Progress(*shown, left, console=Console())
+            self._task = self._progress.add_task("", total=total, completed=done, left="")
             self._progress.start()
 
     def step(self, record: StepRecord) -> None:
         """Show one finished step. The loss is that of this rank."""
         done = record.step + 1
         if self._progress is not None:
-            self._progress.update(self._task, completed=done, description=self._text(record))
-        elif done % self._every == 0 or done == self._total:
-            per_step = (time.monotonic() - self._started) / (done - self._first)
-            left = format_duration(per_step * (self._total - done))
-            print_line(f"step {done}/{self._total}  {self._text(record)}  {left} left")
+            text, left = self._text(record), self._left(done)
+            self._progress.update(self._task, completed=done, description=text, left=left)
+        elif done % self._config.log_every == 0 or done == self._total:
+            print_line(f"step {done}/{self._total}  {self._text(record)}  {self._left(done)}")
+
+    def _left(self, done: int) -> str:
+        """How long the run may still take: until its last step, or the limit of its time."""
+        per_step = (time.monotonic() - self._started) / (done - self._first)
+        seconds = per_step * (self._total - done)
+        if self._config.max_minutes:
+            trained = 1e-6 * self._totals.whole.microseconds
+            seconds = min(seconds, max(0.0, 60 * self._config.max_minutes - trained))
+        return time_left(seconds, self._config)
 
     def _text(self, record: StepRecord) -> str:
         loss = "skipped" if record.skipped else f"loss {record.loss:.2f}"
@@ -81,6 +91,11 @@ class ProgressBar:
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
+
+
+def time_left(seconds: float, config: Config) -> str:
+    """`2:00 left`; a run with a target may end before that."""
+    return f"{'at most ' if config.until else ''}{format_duration(seconds)} left"
 
 
 def epoch_line(epoch: EpochRecord) -> str:

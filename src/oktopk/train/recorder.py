@@ -93,7 +93,7 @@ class Recorder:
         self._sinks = Sinks(
             runlog,
             tensorboard,
-            ProgressBar(self._run.total_steps, done, self._run.config.log_every, self._run.totals),
+            ProgressBar(self._run.total_steps, done, self._run.config, self._run.totals),
         )
 
     @property

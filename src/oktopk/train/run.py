@@ -20,6 +20,7 @@ from oktopk.runlog.aggregates import RunTotals, sum_over_ranks
 from oktopk.runlog.run_directory import (
     CHECKPOINT_FOLDER,
     CONFIG_FILE,
+    METRICS_FILE,
     create_run_directory,
     has_checkpoint,
     latest_number,
@@ -164,7 +165,8 @@ def find_and_restore(run: Run, directory: Path, given: Collection[str]) -> int:
     """Restore the latest intact checkpoint. Returns the bytes of the metrics that belong to it."""
     path = checkpoint.find(directory / CHECKPOINT_FOLDER, run.comm, run.device)
     if path is None:
-        log.info("%s has no checkpoint yet: starting from the beginning", directory)
+        if (directory / METRICS_FILE).exists():
+            log.info("%s was begun before and has no checkpoint: starting again", directory)
         return 0
     runs, name = directory.parent, run.config.name
     last = run_directory(runs, name, latest_number(runs, name))

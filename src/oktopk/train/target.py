@@ -64,8 +64,17 @@ def parse_target(text: str, metrics: Sequence[Metric]) -> Target:
         value = math.nan
     if not math.isfinite(value):
         raise ValueError(f"until: {number!r} is not a finite number, in {text!r}")
-    if metric.best is not None and (
-        value > metric.best if metric.higher_is_better else value < metric.best
-    ):
-        raise ValueError(f"until: {name} cannot be better than {metric.best:g}, got {number}")
+    _refuse_unreachable(metric, value, f"{name}{sign}{number}")
     return Target(metric, value)
+
+
+def _refuse_unreachable(metric: Metric, value: float, text: str) -> None:
+    if metric.best is None:
+        return
+    beyond = value - metric.best if metric.higher_is_better else metric.best - value
+    excluded = beyond == 0 and re.search("[<>](?!=)", text) is not None
+    if beyond > 0 or excluded:
+        hint = f": write '{metric.name}={metric.best:g}' for the best there is" if excluded else ""
+        raise ValueError(
+            f"until: {metric.name} cannot be better than {metric.best:g}, got {text!r}{hint}"
+        )

@@ -36,7 +36,28 @@ def number_in_range(kind: type[Number], least: Number, most: Number) -> Callable
     return convert
 
 
+ELSEWHERE = {
+    "workers": "gpus gpu num-gpus nproc nprocs nproc-per-node num-processes np world-size ranks",
+    "lr": "learning-rate",
+    "max-steps": "steps num-steps total-steps max-iters iterations",
+    "runs": "output-dir out-dir log-dir logdir",
+    "network": "bandwidth rate link",
+    "every": "sync-every inner-steps",
+    "ddp-dense": "ddp dense-ddp allreduce all-reduce distributeddataparallel",
+    "ddp-fp16": "fp16 ddp-half",
+    "ddp-powersgd-r4": "powersgd power-sgd ddp-powersgd",
+}
+"""What other launchers, trainers and papers call our flags, settings and methods."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a hint at the most similar known name; empty when none is similar."""
-    close = difflib.get_close_matches(name[:LONGEST_COMPARED], list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """Return a hint at the known name that is called so elsewhere, or at the most similar one;
+    empty when there is neither."""
+    asked, names = _plain(name), list(known)
+    found = [each for each in names if asked in ELSEWHERE.get(_plain(each), "").split()]
+    found += difflib.get_close_matches(name[:LONGEST_COMPARED], names, n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").replace("_", "-").lower()

@@ -95,7 +95,7 @@ def attach(
     on_nonfinite: OnNonfinite | None = None,
     on_step: OnStep | None = None,
     check_every: int = 100,
-    timeout: float = 300.0,
+    timeout: float | None = None,
     total_steps: int | None = None,
     verbose: bool = True,
     comm: Comm | None = None,
@@ -156,8 +156,9 @@ def attach(
         on_step: called with the `StepStats` of every finished step, on the communication thread: it
             must not start collectives. An error in it is logged.
         check_every: steps between comparisons of the weights of all ranks; 0 is never.
-        timeout: seconds a rank waits for the others before it raises. The last third of them, at
-            most 5 s, is for finding out which rank is missing.
+        timeout: seconds a rank waits for the others before it raises; None: the timeout of the
+            process group. The last third of them, at most 5 s, is for finding out which rank is
+            missing.
         total_steps: how many steps the run will have. It limits the default warm-up, and rank 0
             warns if the run ends before it is sparse.
         verbose: rank 0 announces what will happen in one line, and the begin of the sparse phase in
@@ -183,7 +184,7 @@ def attach(
     check_types(policy=policy, on_step=on_step, comm=comm)
     _check_ranks(model, comm)
     refuse_other_exchange(model.parameters(), _ranks_of(model), "gradients")
-    timeout = time_limit(timeout)
+    timeout = time_limit(timeout, model.process_group)
     choice("method", method, (*METHODS, "auto"))
     if local_group is not None:
         check_hierarchy(local_group, model, comm, method)
@@ -342,10 +343,11 @@ def _install(model: DistributedDataParallel, handle: Handle) -> None:
     if state is not None:
         state.handle = handle
     else:
-        model.register_comm_hook(HookState(model, handle), _hook)
+        model.register_comm_hook(HookState(model, handle), oktopk_hook)
 
 
-def _hook(state: HookState, bucket):  # noqa: ANN001, ANN202 - DDP refuses annotations kept as text
+def oktopk_hook(state: HookState, bucket):  # noqa: ANN001, ANN201 - DDP refuses text as annotation
+    """DDP's communication hook. DDP logs this name."""
     state.note_join()
     buffer, ready = bucket.buffer(), None
     if buffer.is_cuda:

@@ -79,8 +79,8 @@ class Handle(BaseHandle[StepDriver]):
             raise ValueError(f"this handle is bound to {name_of(scaling.optimizer)} already")
         if self.step or self.driver.is_checked:
             raise ValueError(
-                f"rank {self.comm.rank}: bind was called after {self.step} steps: call it before "
-                "the first backward and before load_state_dict, or pass optimizer= to attach"
+                f"rank {self.comm.global_rank}: bind was called after {self.step} steps: call it "
+                "before the first backward and before load_state_dict, or pass optimizer= to attach"
             )
         scaling.bind(optimizer)
         self.driver.engine.settings = suited(self.settings, scaling.optimizer, self._choices)

@@ -18,6 +18,10 @@ class HookState:
         self._model = weakref.ref(model)  # DDP's reducer holds this in C++, where no cycle is found
         self.handle = handle
 
+    def __reduce__(self) -> str:
+        """Refuse to be saved or copied."""
+        return self.handle.__reduce__()
+
     def note_join(self) -> None:
         """Tell the handle whether this rank has joined. To be called in the hook.
 

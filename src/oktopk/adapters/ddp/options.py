@@ -38,7 +38,7 @@ class AttachOptions(TypedDict, total=False):
     on_nonfinite: OnNonfinite | None
     on_step: OnStep | None
     check_every: int
-    timeout: float
+    timeout: float | None
     total_steps: int | None
     verbose: bool
     comm: Comm | None

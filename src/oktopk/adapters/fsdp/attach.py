@@ -74,7 +74,7 @@ def attach_fsdp(
     on_nonfinite: OnNonfinite | None = None,
     on_step: OnStep | None = None,
     check_every: int = 100,
-    timeout: float = 300.0,
+    timeout: float | None = None,
     total_steps: int | None = None,
     verbose: bool = True,
 ) -> FSDPHandle:
@@ -123,8 +123,9 @@ def attach_fsdp(
             not start collectives. An error in it is logged.
         check_every: steps between comparisons of the weights of all replicas, beside the first; 0
             is never.
-        timeout: seconds a rank waits for the others before it raises. The last third of them, at
-            most 5 s, is for finding out which rank is missing.
+        timeout: seconds a rank waits for the others before it raises; None: the timeout of the
+            process group. The last third of them, at most 5 s, is for finding out which rank is
+            missing.
         total_steps: how long the run will be. It limits the default warm-up, and rank 0 warns if
             the run ends before the sparse phase.
         verbose: rank 0 announces what will happen in one line, and the begin of the sparse phase in
@@ -170,7 +171,8 @@ def attach_fsdp(
     settings = suited(settings, scaling.optimizer, choices)
     check_every = integer("check_every", check_every, least=0)
     verbose = flag("verbose", verbose)
-    job = _job(model, replicate_group, policy or Policy(), scaling, time_limit(timeout))
+    timeout = time_limit(timeout, dist.group.WORLD)
+    job = _job(model, replicate_group, policy or Policy(), scaling, timeout)
     handle = _start(job, settings, check_every, on_step, verbose=verbose)
     precompile(settings, job.parameters.parameters.values())
     if dist.get_rank() == 0:

@@ -150,9 +150,8 @@ class ShardDriver(GradientDriver[ShardLayout]):
             super()._check_replicas(step)
         except ReplicaError as error:
             raise ReplicaError(
-                f"{error}. Ranks are counted here among the ranks that have this shard, one for "
-                "each replica. FSDP does not copy weights between replicas: give all of them the "
-                "same seed, or load the same checkpoint"
+                f"{error}. FSDP does not copy weights between replicas: give all of them the same "
+                "seed, or load the same checkpoint"
             ) from None
 
     def _accumulate(self, number: int, flat: Tensor) -> None:

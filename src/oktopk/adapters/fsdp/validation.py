@@ -9,12 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.adapters.fsdp.modules import ShardedModule, has_foreign_hook, param_groups, shard_ranks
-from oktopk.utils.arguments import short_repr
+from oktopk.comm.process_groups import as_process_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Caller:
 
 ATTACH = Caller("attach_fsdp", "replicate_group", 'attach_fsdp(model, mesh["replicate"])')
 LOCAL_STEPS = Caller(
-    "local_steps", "group", 'local_steps(model, optimizer, group=mesh["replicate"].get_group())'
+    "local_steps", "group", 'local_steps(model, optimizer, group=mesh["replicate"])'
 )
 
 
@@ -124,20 +123,13 @@ def check_modules(modules: list[ShardedModule], caller: Caller = ATTACH) -> None
 
 def as_group(replicas: Any, caller: Caller = ATTACH) -> dist.ProcessGroup:
     """The process group of the replicas, also from a mesh of one dimension."""
-    if isinstance(replicas, DeviceMesh):
-        if replicas.ndim != 1:
-            raise ValueError(
-                f"{caller.argument} is a mesh of {replicas.ndim} dimensions: pass the one of its "
-                f"dimensions that goes across replicas. Use {caller.mesh}"
-            )
-        return replicas.get_group()
-    if not isinstance(replicas, dist.ProcessGroup):
-        raise TypeError(
-            f"{caller.argument} must be the process group, or the mesh of one dimension, of the "
-            "ranks that have the same shard of every replica, got "
-            f"{short_repr(replicas)}. Use {caller.mesh}"
-        )
-    return replicas
+    try:
+        return as_process_group(caller.argument, replicas)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"{error}. It must have the ranks that have the same shard of every replica. Use "
+            f"{caller.mesh}"
+        ) from None
 
 
 def check_grid(replicas: list[int], shards: list[int], caller: Caller = ATTACH) -> None:

@@ -216,7 +216,7 @@ class RoundDriver(Driver[ParameterLayout]):
                 "rank %d, exchange %d: the weights of this rank are not finite in %s; they are set "
                 "back to those of the last exchange, and the optimizer's state is not: if it is "
                 "not finite either, reset it",
-                self.comm.rank,
+                self.comm.global_rank,
                 number,
                 ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else ""),
             )

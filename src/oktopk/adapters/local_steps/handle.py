@@ -293,7 +293,7 @@ class LocalSteps(BaseHandle[RoundDriver]):
         self._ranks.refuse_late_group()
         layouts = [driver.parameters for driver in self.drivers]
         layouts[0].stored()  # lets FSDP2 register its shards again, instead of whole parameters
-        where = f"rank {self.driver.rank}, exchange {self.step}"
+        where = f"rank {self.comm.global_rank}, exchange {self.step}"
         check_all_exchanged(self._model, layouts, where)
 
     def _in_background(self, act: Callable[[], StepStats], like: Tensor) -> Job[StepStats]:

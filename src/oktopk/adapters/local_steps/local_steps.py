@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -28,6 +29,7 @@ from oktopk.adapters.local_steps.handle import LocalSteps
 from oktopk.adapters.local_steps.outer_step import SHARED_METHOD, OuterOptions
 from oktopk.adapters.local_steps.ranks import Links, Ranks
 from oktopk.adapters.local_steps.validation import (
+    check_buffers,
     check_parameters,
     check_sharded,
     is_sharded,
@@ -76,8 +78,8 @@ def local_steps(
     on_step: OnStep | None = None,
     check_every: int = 10,
     verbose: bool = True,
-    timeout: float = 300.0,
-    group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     comm: Comm | None = None,
 ) -> LocalSteps:
     """Train alone and exchange weight changes every `every` steps. Every rank must call it.
@@ -135,12 +137,13 @@ def local_steps(
         on_step: called with the `StepStats` of every finished exchange. An error in it is logged.
         check_every: exchanges between comparisons of the weights of all ranks; 0 is never.
         verbose: rank 0 announces in one line what will be exchanged, and the bytes.
-        timeout: seconds a rank waits for the others before it raises. The last third of them, at
-            most 5 s, is for finding out which rank is missing.
-        group: the ranks that exchange; None is the default group, or this process alone. For a
-            group of some ranks, torch asks that each of them is in equally many groups. With FSDP2,
-            those that have the same shard at every site: one dimension of a mesh, of which
-            `fully_shard` has the other.
+        timeout: seconds a rank waits for the others before it raises; None: the timeout of the
+            process group. The last third of them, at most 5 s, is for finding out which rank is
+            missing.
+        group: the ranks that exchange, as a process group or a mesh of one dimension; None is the
+            default group, or this process alone. For a group of some ranks, torch asks that each of
+            them is in equally many groups. With FSDP2, those that have the same shard at every
+            site: one dimension of a mesh, of which `fully_shard` has the other.
         comm: an `oktopk.Comm` to exchange over, instead of a new process group of these ranks. It
             stays open when the handle is closed, but a failed exchange closes it.
 
@@ -192,6 +195,7 @@ def local_steps(
         )
     parameters, ranks = parameters_of(inner, group, comm, timeout, policy or Policy())
     check_parameters(parameters, settings)
+    check_buffers(inner)
     refuse_dense_exchange(model, optimizer, ranks)
     refuse_other_exchange(parameters.parameters.values(), ranks.members, "weight changes")
     job = _Job(

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from oktopk.adapters.axes import connect_axes
 from oktopk.adapters.connect import agree_by_store, connect, describe_group
 from oktopk.adapters.parameters import ParameterLayout
+from oktopk.adapters.validation import time_limit
 from oktopk.comm.communicator import Comm
 from oktopk.comm.failure_detector import FailureDetector, NoFailureDetector
+from oktopk.comm.process_groups import as_process_group
 from oktopk.comm.simulated import single_rank_comm
 from oktopk.comm.torch_transport import TorchTransport
 from oktopk.engine.shards import UNSHARDED, Shards, shard_group
@@ -116,18 +118,18 @@ class ShardedRanks(Ranks):
         return Links(axes.replicas, axes.everyone, list(shards), axes.failure_detector)
 
 
-def ranks_of(group: Any, comm: Comm | None, timeout: float) -> Ranks:
+def ranks_of(group: Any, comm: Comm | None, timeout: float | None) -> Ranks:
     """The ranks of a process group or of a communicator, that have the whole model each."""
     if comm is None:
         if group is None and not dist.is_initialized():
             _refuse_alone()
         default = dist.group.WORLD if dist.is_initialized() else None
-        group = default if group is None else group
+        group = default if group is None else as_process_group("group", group)
     elif isinstance(comm.transport, TorchTransport):
         group = comm.transport.group or dist.group.WORLD
     else:
         group = None
-    return Ranks(group=group, comm=comm, timeout=timeout)
+    return Ranks(group=group, comm=comm, timeout=time_limit(timeout, group))
 
 
 def _refuse_alone() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,7 +16,7 @@ from oktopk.adapters.local_steps.ranks import Ranks, ranks_of
 from oktopk.adapters.local_steps.step_hooks import is_hooked
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.adapters.policy import Policy
-from oktopk.adapters.validation import check_optimizer, time_limit
+from oktopk.adapters.validation import check_optimizer
 from oktopk.comm.communicator import Comm
 from oktopk.engine.buckets import MAX_INDEXABLE
 from oktopk.optim.flat_views import is_dtensor
@@ -31,7 +32,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def parameters_of(
-    model: nn.Module, group: Any, comm: Comm | None, timeout: float, policy: Policy
+    model: nn.Module, group: Any, comm: Comm | None, timeout: float | None, policy: Policy
 ) -> tuple[ParameterLayout, Ranks]:
     """The layout of what a rank exchanges of the model, and with which ranks.
 
@@ -41,10 +42,10 @@ def parameters_of(
         from oktopk.adapters.local_steps.weight_shards import sharded_ranks, weight_shards
 
         layout = weight_shards(model, policy)
-        ranks = sharded_ranks(layout, group, time_limit(timeout))
+        ranks = sharded_ranks(layout, group, timeout)
     else:
         layout = ParameterLayout(dict(model.named_parameters()), policy)
-        ranks = ranks_of(group, comm, time_limit(timeout))
+        ranks = ranks_of(group, comm, timeout)
         for name, parameter in layout.parameters.items():
             _refuse_dtensor(name, parameter)
     return layout, ranks
@@ -62,6 +63,17 @@ def check_parameters(layout: ParameterLayout, settings: Settings) -> None:
             f"a rank has {numel} trainable entries, and no more than {MAX_INDEXABLE} can be "
             "selected together, as indices are int32: use method='dense', or freeze some parameters"
         )
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Raise TypeError for a buffer that cannot be sent from rank 0 to the others."""
+    for name, buffer in model.named_buffers():
+        if buffer.layout != torch.strided:
+            raise TypeError(
+                f"buffer {name!r} has layout {buffer.layout}: local_steps gives all ranks the "
+                "buffers of rank 0, which must be dense; keep this one dense, or as a plain "
+                "attribute (self.name = tensor), which every rank makes for itself"
+            )
 
 
 def refuse_auto_in_site(model: nn.Module, *, sharded: bool) -> None:

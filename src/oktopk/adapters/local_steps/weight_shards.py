@@ -25,6 +25,7 @@ from oktopk.adapters.fsdp.validation import (
 from oktopk.adapters.local_steps.ranks import ShardedRanks
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.adapters.policy import Policy
+from oktopk.adapters.validation import time_limit
 
 
 class WeightShards(ShardLayout):
@@ -57,10 +58,11 @@ def weight_shards(model: nn.Module, policy: Policy) -> WeightShards:
     return WeightShards(model, modules, policy)
 
 
-def sharded_ranks(parameters: WeightShards, group: Any, timeout: float) -> ShardedRanks:
+def sharded_ranks(parameters: WeightShards, group: Any, timeout: float | None) -> ShardedRanks:
     """The ranks of the job, where `group` goes across sites; ValueError if they are no grid."""
     across = dist.get_process_group_ranks(as_group(group, LOCAL_STEPS))
     inside = shard_ranks(parameters.modules[0])
     check_grid(across, inside, LOCAL_STEPS)
     everyone = dist.group.WORLD
-    return ShardedRanks(group=everyone, comm=None, timeout=timeout, across=across, inside=inside)
+    limit = time_limit(timeout, everyone)
+    return ShardedRanks(group=everyone, comm=None, timeout=limit, across=across, inside=inside)

@@ -39,7 +39,7 @@ from oktopk.train.console import print_line
 from oktopk.train.flags import add_config_flag, given, load_with_flags
 from oktopk.train.flags import add_flags as add_train_flags
 from oktopk.train.option import number_or_auto
-from oktopk.train.preflight import check_before_start, prepare_data
+from oktopk.train.preflight import check_before_start, prepare_data, prepare_kernels
 from oktopk.train.run_process import (
     directory_of,
     exit_code_of,
@@ -181,6 +181,7 @@ def compare(asked: Comparison) -> int:
     timed = list({directory_of(run): run for run in short}.values())  # one for all seeds
     if not all(read_runlog(directory_of(run)).finished for run in (*wanted, *timed)):
         prepare_data(base)
+        prepare_kernels()
     result = partial(result_line, target=asked.target)
     runs = [(run, result) for run in wanted] + [(run, timing_line) for run in timed]
     failed, table = [], ""

@@ -91,12 +91,20 @@ def read_rank_environment() -> RankEnvironment | None:
 
     Raises LaunchError if the variables of a launcher are incomplete or contradict each other.
     """
+    launcher = launcher_of_this_process()
+    if launcher is not None:
+        return _checked(_from_variables(launcher, LAUNCHERS[launcher]))
+    return _from_pbsdsh()
+
+
+def launcher_of_this_process() -> str | None:
+    """Return the launcher whose variables are set, right or wrong; pbsdsh has none of its own."""
     for launcher, variables in LAUNCHERS.items():
         if _any_set(variables.world_size) or (
             _any_set(variables.rank) and launcher not in NEEDS_WORLD_SIZE
         ):
-            return _checked(_from_variables(launcher, variables))
-    return _from_pbsdsh()
+            return launcher
+    return None
 
 
 def _any_set(names: tuple[str, ...]) -> bool:

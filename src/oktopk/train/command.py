@@ -23,8 +23,9 @@ from oktopk.runlog.run_directory import (
 )
 from oktopk.train.config import Config
 from oktopk.train.config_files import load_run
+from oktopk.train.console import print_line
 from oktopk.train.flags import given, load_with_flags, with_flags
-from oktopk.train.preflight import check_before_start, prepare_data
+from oktopk.train.preflight import check_before_start, prepare_data, prepare_kernels
 from oktopk.train.run import RESUME_ADVICE, ReportWriter, run_worker
 from oktopk.utils.files import FileError
 
@@ -55,6 +56,7 @@ def command(args: argparse.Namespace, argv: list[str], write_report: ReportWrite
         if workers:
             if not network.inside():  # the process outside has done it
                 prepare_data(config)
+                prepare_kernels()
             return run_workers(workers, argv, config, args.resume)
         by_flag = given(args, config.task)
         return run_worker(config, env or SINGLE_RANK, args.resume, by_flag, write_report)
@@ -89,6 +91,8 @@ def resolve(args: argparse.Namespace) -> Config:
 
 def run_workers(workers: int, argv: list[str], config: Config, resume: bool) -> int:
     """Start local workers and wait for them. Advise --resume if the failed run can be resumed."""
+    if not network.inside():
+        print_line(f"starting {workers} workers")
     runs = Path(config.runs)
     before = latest_number(runs, config.name)
     if config.network:

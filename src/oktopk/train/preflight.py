@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from oktopk.errors import RunError
+from oktopk.kernels.ready import make_ready
 from oktopk.launch.network import refuse_delay
 from oktopk.runlog.run_directory import check_writable
 from oktopk.train.config import Config
-from oktopk.train.console import LineHandler
+from oktopk.train.console import LineHandler, print_line
 from oktopk.train.target import parse_target
 from oktopk.train.tasks.base import TaskOptions
 from oktopk.train.tasks.registry import is_path, packages_of, task_error, task_type
@@ -45,6 +49,30 @@ def prepare_data(config: Config) -> None:
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
+
+
+def prepare_kernels() -> None:
+    """Compile the kernels in this process, before any worker starts: then the workers load them.
+
+    So no run has a clock on which they are compiled, whichever is the first.
+    """
+    if torch.cuda.is_available():  # workers with a GPU use other kernels
+        return
+    compiled = make_ready([torch.float32], _show_compiling)
+    if compiled is not None:
+        print_line(f"{_line_start()}{compiled}")
+
+
+def _show_compiling(done: int, total: int) -> None:
+    """Rewrite one line on a terminal; elsewhere print one at the start."""
+    if sys.stdout.isatty() or not done:
+        end = "" if sys.stdout.isatty() else "\n"
+        sys.stdout.write(f"{_line_start()}compiling kernels: {done} of {total}{end}")
+        sys.stdout.flush()
+
+
+def _line_start() -> str:
+    return "\r" if sys.stdout.isatty() else ""
 
 
 def _call(config: Config, method: Callable[[TaskOptions], None]) -> None:

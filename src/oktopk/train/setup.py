@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from oktopk.adapters.compile_kernels import compile_kernels
 from oktopk.adapters.ddp.handle import Handle
 from oktopk.baselines.names import BASELINE_NAMES
 from oktopk.comm.communicator import Comm
@@ -185,6 +186,7 @@ def set_up(config: Config, comm: Comm, device: torch.device, env: RankEnvironmen
     total = min(planned, config.max_steps) if config.max_steps else planned
     torch.manual_seed(config.seed)
     model = checked(task, "build_model()", task.build_model()).to(device)
+    compile_kernels(model.parameters(), tell=comm.rank == 0)  # whatever the method: all start alike
     log_unused_options(config)
     optimizer = make_optimizer(config, task, model)
     exchange = make_exchange(config, model, optimizer, comm.size, total)

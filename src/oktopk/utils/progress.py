@@ -5,13 +5,29 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Timer
 
 from oktopk.utils.units import format_duration
 
+SLOW_SECONDS = 1.0
 QUIET_SECONDS = 2.0
 """Seconds in which nothing is shown: work that is done by then needs no line."""
 LINE_SECONDS = 15.0
 """Seconds between two lines, when stdout is not a terminal."""
+
+
+@contextmanager
+def said_if_slow(what: str) -> Iterator[None]:
+    """Write to stderr what is being done, if the block takes more than a second."""
+    timer = Timer(SLOW_SECONDS, lambda: sys.stderr.write(f"oktopk: {what}\n"))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class TimeLeft:

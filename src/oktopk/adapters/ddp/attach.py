@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from oktopk.adapters.announcement import tell
 from oktopk.adapters.budget import AUTO, BudgetOptions, budget_options, start_budget
+from oktopk.adapters.compile_kernels import compile_kernels
 from oktopk.adapters.connect import agree_by_store, connect
 from oktopk.adapters.ddp.communication_thread import ReadyBucket
 from oktopk.adapters.ddp.connect import describe_model, fastest_method
@@ -40,7 +41,6 @@ from oktopk.adapters.driver import OnStep
 from oktopk.adapters.handle import Connection
 from oktopk.adapters.open_handles import note_open, refuse_other_exchange
 from oktopk.adapters.policy import Policy
-from oktopk.adapters.precompile import precompile
 from oktopk.adapters.validation import check_types, is_on_cuda, time_limit
 from oktopk.comm.communicator import Comm
 from oktopk.comm.failure_detector import FailureDetector
@@ -230,9 +230,10 @@ def attach(
     policy = policy or Policy()
     parameters = DDPParameterLayout(model, policy)
     job = _Job(model, parameters, scaling, timeout, method, policy, local_group, choices, budget)
+    is_first = dist.get_rank(model.process_group) == 0
+    compile_kernels(parameters.parameters.values(), tell=is_first and options.verbose)
     handle = _start(job, settings, options, on_step, comm)
-    precompile(handle.settings, parameters.parameters.values())
-    if dist.get_rank(model.process_group) == 0:
+    if is_first:
         tell(handle.driver, total_steps, verbose=verbose)
     return handle
 

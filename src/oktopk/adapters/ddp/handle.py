@@ -17,7 +17,6 @@ from oktopk.adapters.ddp.communication_thread import CommunicationThread, ReadyB
 from oktopk.adapters.ddp.driver import StepDriver
 from oktopk.adapters.ddp.periodic_checkpoint import PeriodicCheckpoint
 from oktopk.adapters.handle import BaseHandle, Connection
-from oktopk.adapters.precompile import precompile
 from oktopk.adapters.rank_files import NoStatesError
 from oktopk.adapters.side_stream import reading
 from oktopk.comm.failure_detector import FailureDetector
@@ -87,7 +86,6 @@ class Handle(BaseHandle[StepDriver]):
         self._staleness = self._staleness_correction()
         if self._checkpoint is not None:
             self._save_after_steps()
-        precompile(self.settings, self.driver.parameters.parameters.values())
         if self.comm.rank == 0:
             warn_if_unknown(self.settings, scaling.optimizer)
             if self.driver.options.verbose:

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from oktopk.adapters.announcement import tell
 from oktopk.adapters.axes import connect_axes
+from oktopk.adapters.compile_kernels import compile_kernels
 from oktopk.adapters.connect import agree_by_store, describe_group, describe_parameters
 from oktopk.adapters.driver import OnStep
 from oktopk.adapters.fsdp.driver import ShardDriver
@@ -37,7 +38,6 @@ from oktopk.adapters.fsdp.validation import (
 from oktopk.adapters.handle import Connection
 from oktopk.adapters.open_handles import note_open, refuse_other_exchange
 from oktopk.adapters.policy import Policy
-from oktopk.adapters.precompile import precompile
 from oktopk.adapters.validation import check_optimizer, check_types, time_limit
 from oktopk.engine.buckets import MAX_INDEXABLE, check_indexable
 from oktopk.engine.shards import shard_group
@@ -173,9 +173,10 @@ def attach_fsdp(
     verbose = flag("verbose", verbose)
     timeout = time_limit(timeout, dist.group.WORLD)
     job = _job(model, replicate_group, policy or Policy(), scaling, timeout)
+    is_first = dist.get_rank() == 0
+    compile_kernels(job.parameters.parameters.values(), tell=is_first and verbose)
     handle = _start(job, settings, check_every, on_step, verbose=verbose)
-    precompile(settings, job.parameters.parameters.values())
-    if dist.get_rank() == 0:
+    if is_first:
         tell(handle.driver, total_steps, verbose=verbose)
     return handle
 

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from oktopk.adapters.announcement import describe_local_steps
 from oktopk.adapters.budget import AUTO, Budget, BudgetOptions, budget_options, start_budget
+from oktopk.adapters.compile_kernels import compile_kernels
 from oktopk.adapters.connect import describe_parameters
 from oktopk.adapters.driver import OnStep
 from oktopk.adapters.handle import Connection
@@ -41,7 +42,6 @@ from oktopk.adapters.local_steps.validation import (
 from oktopk.adapters.open_handles import note_open, refuse_other_exchange
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.adapters.policy import Policy
-from oktopk.adapters.precompile import precompile
 from oktopk.adapters.validation import check_devices, check_types, is_on_cuda
 from oktopk.comm.broadcast import broadcast_
 from oktopk.comm.communicator import Comm
@@ -207,12 +207,12 @@ def local_steps(
         shares_density=method == AUTO,
         verbose=verbose,
     )
+    compile_kernels(parameters.parameters.values(), tell=verbose and ranks.is_first)
     handle = _start(job, settings, options, on_step, budget)
     driver = handle.driver
     if verbose and driver.rank == 0:
         sizes, is_auto = (handle.comm.size, driver.engine.shards.size), budget is not None
         announce(describe_local_steps(handle.settings, parameters, *sizes, options, is_auto))
-    precompile(settings, parameters.parameters.values(), steps_before=every // fragments - 1)
     return handle
 
 

@@ -63,6 +63,13 @@ class Ranks:
         return {} if self.group is None else describe_group(self.group)
 
     @property
+    def is_first(self) -> bool:
+        """Whether this rank says what all of them do."""
+        if self.group is None:
+            return self.comm is None or self.comm.rank == 0
+        return dist.get_rank(self.group) == 0
+
+    @property
     def members(self) -> list[int]:
         """The ranks of the job that exchange; none of simulated ranks, or without a group."""
         return [] if self.group is None else dist.get_process_group_ranks(self.group)

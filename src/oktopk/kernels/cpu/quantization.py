@@ -34,7 +34,7 @@ def _mean(total, count, largest):
 def _class_means(magnitudes, smallest, largest, cut_at):
     """The means of the lower and of the upper class of one block, before they are rounded."""
     cut = smallest + (largest - smallest) * cut_at
-    all_values, upper, num_upper = np.int64(0), np.int64(0), 0
+    all_values, upper, num_upper = np.int64(0), np.int64(0), np.int64(0)
     for m in magnitudes:
         fixed = np.int64(np.rint(m / largest * F32(FIXED_POINT))) if largest > 0 else np.int64(0)
         is_upper = m >= cut

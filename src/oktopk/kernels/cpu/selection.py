@@ -67,22 +67,22 @@ def _select_tail(x, threshold, capacity, offset, indices, values, start, count):
 
 @compiled
 def _select(x, threshold, threshold_bits, capacity, indices, values):
-    count = 0
+    count = offset = np.intp(0)
     num_words = max(x.size // WIDTH - 1, 0)  # not the last: a value behind each word is read
     for word in range(num_words):
         hits = hit_word(x, word * WIDTH, threshold_bits)
         if count <= capacity:
-            count = _write_hits(hits, x, word * WIDTH, 0, indices, values, count)
+            count = _write_hits(hits, x, word * WIDTH, offset, indices, values, count)
         else:
             count += np.intp(num_bits(hits))
-    return _select_tail(x, threshold, capacity, 0, indices, values, num_words * WIDTH, count)
+    return _select_tail(x, threshold, capacity, offset, indices, values, num_words * WIDTH, count)
 
 
 @compiled
 def _accumulate_select(
     residual, grad, acc, threshold, threshold_bits, capacity, offset, indices, values
 ):
-    count = 0
+    count = np.intp(0)
     num_words = max(acc.size // WIDTH - 1, 0)
     for word in range(num_words):
         hits = add_hit_word(residual, grad, acc, word * WIDTH, threshold_bits)

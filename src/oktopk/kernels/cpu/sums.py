@@ -94,7 +94,7 @@ def _apply_by_block(grad, residual, result, sums, indices, values, factor, divis
     processor would mispredict every other one.
     """
     sent = np.empty(APPLY_BLOCK, values.dtype)
-    i = j = 0
+    i = j = np.intp(0)
     for start in range(0, grad.size, APPLY_BLOCK):
         end = min(start + APPLY_BLOCK, grad.size)
         base, limit = start + offset, end + offset

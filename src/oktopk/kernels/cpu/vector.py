@@ -6,13 +6,24 @@ They are written as operations on LLVM vectors, which become AVX on x86 and NEON
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numba
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-# error_model "numpy": a division by 0 gives Inf or NaN, as in torch, and needs no branch
-compiled = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """Have Numba compile a function when it is first called, or load it from its cache."""
+    # error_model "numpy": a division by 0 gives Inf or NaN, as in torch, and needs no branch
+    options = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # no folder for the cache can be written (`kernels.ready` says so)
+        return numba.njit(**options)(function)
+
 
 WIDTH = 32  # values compared at once: one 32-bit word of hits
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Imported once by the server that all processes are forked from: each alone would need seconds."""
 
+import torch
+
 import oktopk.cli
 import torture.inputs  # noqa: F401
-from torture.ranks import warm_kernels
+from oktopk.kernels.ready import make_ready
 
 oktopk.cli.parser([])
-warm_kernels()
+make_ready([torch.float32, torch.float64])

@@ -23,7 +23,6 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
-from oktopk import kernels
 from oktopk.launch.process_group import job_process_group
 from oktopk.launch.rank_environment import RankEnvironment
 
@@ -80,21 +79,6 @@ class Job:
 
 class PlantedError(RuntimeError):
     """What a rank raises that was told to."""
-
-
-def warm_kernels() -> None:
-    """Compile the kernels once: the ranks are forked from the process that did."""
-    for dtype in (torch.float32, torch.float64):
-        x = torch.arange(1.0, 200.0, dtype=dtype)
-        oktopk.simulate(2, lambda comm, x=x: _reduce_twice(comm, x.clone()))
-    assert kernels.all_finite(x)
-
-
-def _reduce_twice(comm: Any, x: Tensor) -> None:
-    for method in oktopk.METHODS:
-        reducer = oktopk.Reducer(x.numel(), method=method, density=0.1, comm=comm)
-        for _ in range(3):
-            reducer.reduce_(x.clone())
 
 
 class Planted:

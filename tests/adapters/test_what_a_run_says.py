@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import io
 import logging
-import os
-import subprocess
-import sys
 from contextlib import contextmanager, redirect_stderr
-from pathlib import Path
 
 import pytest
 import torch
@@ -400,66 +396,3 @@ def warned(group) -> str:
 def test_an_unknown_optimizer_that_is_bound_is_a_warning(worlds):
     first, other = worlds.run(2, warned)
     assert first.startswith("WARNING for RMSprop: plain error feedback") and other == ""
-
-
-COMPILED = """
-import torch
-from numba.core.dispatcher import Dispatcher
-import gc, oktopk
-from oktopk.adapters import precompile
-from oktopk.settings import Settings
-
-def signatures():
-    ours = [d for d in gc.get_objects() if isinstance(d, Dispatcher)]
-    return {(d.py_func.__qualname__, str(s)) for d in ours for s in d.nopython_signatures
-            if d.py_func.__module__.startswith("oktopk")}
-
-precompile.precompile(Settings(warmup_steps=5), [torch.zeros(1)])
-precompile.wait()
-before = signatures()
-assert len(before) > 10, before
-
-def rank(comm):
-    reducer = oktopk.Reducer(20_000, comm=comm)
-    for step in range(70):
-        generator = torch.Generator().manual_seed(comm.rank + 10 * step)
-        reducer.reduce_(torch.randn(20_000, generator=generator))
-
-oktopk.simulate(3, rank)
-print(sorted(signatures() - before))
-"""
-
-
-def test_no_kernel_is_left_to_compile_in_the_sparse_phase():
-    src = str(Path(oktopk.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED],
-        env=os.environ | {"PYTHONPATH": src},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.stdout == "[]\n", done.stdout + done.stderr
-
-
-ENDS_AT_ONCE = """
-import torch
-from oktopk.adapters import precompile
-from oktopk.settings import Settings
-precompile.precompile(Settings(warmup_steps=5), [torch.zeros(1)])
-"""
-
-
-def test_a_program_may_end_while_kernels_are_compiled(tmp_path):
-    src = str(Path(oktopk.__file__).parents[1])
-    fresh = {"PYTHONPATH": src, "NUMBA_CACHE_DIR": str(tmp_path)}  # nothing is compiled yet
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS_AT_ONCE],
-        env=os.environ | fresh,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -16,33 +16,18 @@ import torch
 import torch.distributed as dist
 
 from oktopk import kernels
+from oktopk.kernels.ready import make_ready
 
 SIZES = (1, 2, 3, 4, 5, 8)
 MIXED = 0
 """Instead of a number of threads: rank r has 1 + r."""
 
 
-def warm_kernels() -> None:
-    """Compile the numba kernels once, into their cache, before eight processes need them."""
-    for dtype in (torch.float32, torch.float64):
-        x = torch.arange(1.0, 200.0, dtype=dtype)
-        kernels.kth_magnitude(x, 3)
-        local, _ = kernels.select(x, 5.0, 300)
-        kernels.accumulate_select(x, x, x.clone(), 5.0, 300)
-        kernels.all_finite(x)
-        kernels.merge(local.indices, local.values, [local.num], 0, x.numel())
-        kernels.apply_result_(x.clone(), x, local, local, 2)
-        kernels.count_at_least(x, [3.0])
-        kernels.trim(kernels.select(x, 5.0, 300)[0], 5.0, 30)
-    low, high = torch.empty(1, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
-    kernels.encode_elias_fano(torch.tensor([3, 9], dtype=torch.int32), 0, 3, low, high)
-    kernels.decode_elias_fano(low, high, 0, 3, torch.empty(2, dtype=torch.int32))
-
-
 @cache
 def forkserver():
     """A context whose processes start with everything imported and every kernel compiled."""
-    warm_kernels()  # here, where no rank waits with a timeout; the server then finds them on disk
+    # here, where no rank waits with a timeout; the server then finds them on disk
+    make_ready([torch.float32, torch.float64])
     here = os.path.dirname(os.path.abspath(__file__))
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if here not in known:  # the server does not inherit sys.path, only the environment

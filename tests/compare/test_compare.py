@@ -21,7 +21,7 @@ from oktopk.compare.page import curves, losses
 from oktopk.compare.plan import plan
 from oktopk.compare.results import as_table, compared, fitting, row
 from oktopk.report.texttable import aligned, markdown
-from oktopk.runlog.aggregates import cumulative_bytes, steady_steps
+from oktopk.runlog.aggregates import cumulative_bytes, cumulative_minutes
 from oktopk.runlog.reader import read_runlog
 from oktopk.runlog.run_directory import lock
 from oktopk.runlog.schema import MetricInfo
@@ -276,27 +276,20 @@ def test_bytes_of_all_ranks_are_spread_over_the_steps(tmp_path):
     assert row(killed).state == "unfinished"
 
 
-def test_a_step_takes_what_most_take(tmp_path):
-    """The first step of a phase compiles kernels, and so does the first after a resume."""
+def test_table_and_figure_have_the_same_times(tmp_path):
+    """Steps that take long, such as those that connect, are in both or in neither."""
     run = runlogs.whole_run()
     slow = {0: 5.0, 2: 3.0, 6: 4.0, 7: 0.2}
-    steps = [
-        runlogs.step(i) | ({"whole": slow[i]} if i in slow else {"whole": 0.1}) for i in range(8)
-    ]
-    resumed = runlogs.opening() | {"step": 6}
-    entries = [run[0], *steps[:6], resumed, *steps[6:], run[-1]]
-    found = row(read_runlog(runlogs.write(tmp_path / "a", entries)))
-    assert [step.whole for step in steady_steps(read_runlog(tmp_path / "a"))] == [
-        0.1,
-        0.1,
-        0.1,
-        0.1,
-        0.2,
-    ]
-    assert found.ms_per_step == pytest.approx(100)
-    assert found.minutes == pytest.approx(0.8 / 60)  # all steps, from the end record
-    short = row(read_runlog(runlogs.write(tmp_path / "b", entries[:2])))
-    assert short.ms_per_step is None and "-" in as_table([short], METRICS)[1]
+    steps = [runlogs.step(i) | {"whole": slow.get(i, 0.1)} for i in range(8)]
+    totals = runlogs.phase_sums(8, 100, 800) | {"microseconds": 12_600_000}
+    entries = [run[0], *steps, runlogs.end(sparse=totals)]
+    runlog = read_runlog(runlogs.write(tmp_path / "a", entries))
+    found = row(runlog)
+    assert found.ms_per_step == pytest.approx(12_600 / 8)
+    assert found.minutes == pytest.approx(12.6 / 60)
+    assert cumulative_minutes(runlog)[-1] == pytest.approx(found.minutes)
+    empty = row(read_runlog(runlogs.write(tmp_path / "b", entries[:1])))
+    assert empty.ms_per_step is None and "-" in as_table([empty], METRICS)[1]
 
 
 @pytest.mark.skipif(browser.BROWSER is None, reason="needs chromium: apt-get install chromium")

@@ -279,23 +279,38 @@ def test_every_stage_has_a_colour_of_its_own():
 
 
 def test_dense_and_sparse_steps_are_compared(tmp_path):
-    """A dense step of 200 ms; a sparse one of 150 that selects for 4 ms and sends 0.9 MB less."""
+    """A dense step of 200 ms that waits for 70; a sparse one of 150 that waits for 20, selects for
+    4 and sends 0.9 MB less."""
     entries = [runlogs.opening()]
     for i in range(10):
         sparse = i >= 5
         sent = {"bytes_sent": 100_000 if sparse else 1_000_000, "bytes_dense": 1_000_000}
         phase = {"phase": "sparse" if sparse else "dense", "whole": 0.15 if sparse else 0.2}
         times = {"select": 0.003 if sparse else 0.0, "scatter": 0.001, "optimizer": 0.01}
+        times["exposed"] = 0.02 if sparse else 0.07
         entries.append(runlogs.step(i) | sent | phase | times)
     runlog = read_runlog(runlogs.write(tmp_path / "a", entries))
     saved, pays = cost_sentences(runlog)
-    assert "A sparse step took 150 ms and a dense one 200 ms (medians)" in saved
-    assert saved.endswith("on this link the sparse exchange saved 50 ms, 25%.")
+    assert "A sparse step waited 20 ms for the exchange and a dense one 70 ms (medians)" in saved
+    assert "on this link the sparse exchange saved 50 ms, 25% of a dense step. The rest" in saved
+    assert "The rest of a step took 130 ms and 130 ms" in saved
     assert pays.startswith("For a sparse step a worker computed 4.0 ms more")
     assert "and sent 900.0 kB less" in pays
     assert pays.endswith("less than about 1.8 Gbit/s.")  # 8 bits x 0.9 MB / 4 ms
     dense = [record for record in entries if record.get("phase") != "sparse"]
     assert cost_sentences(read_runlog(runlogs.write(tmp_path / "b", dense))) == []
+
+
+def test_shorter_steps_that_wait_longer_are_not_called_a_saving(tmp_path):
+    """Utterances differ in length: sparse steps may be shorter while their exchange is longer."""
+    entries = [runlogs.opening()]
+    for i in range(10):
+        sparse = i >= 5
+        times = {"whole": 12.0, "exposed": 1.218} if sparse else {"whole": 18.6, "exposed": 0.7}
+        entries.append(runlogs.step(i) | times | {"phase": "sparse" if sparse else "dense"})
+    texts = cost_sentences(read_runlog(runlogs.write(tmp_path / "a", entries)))
+    assert "the sparse exchange cost 518 ms, 3% of a dense step" in texts[0]
+    assert "The rest of a step took 10782 ms and 17900 ms" in texts[0]
 
 
 def test_a_slow_step_is_not_a_spike():

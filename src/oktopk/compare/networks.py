@@ -31,7 +31,7 @@ TIMING = "timing"
 """The folder of the short runs, below that of the comparison."""
 DENSE_STEPS = 6
 LEFT_OUT = 2
-"""Steps of each kind that are not counted: they connect, compile and allocate."""
+"""Steps of each kind that are not counted: they connect and allocate."""
 ROUNDS = 6
 """Exchanges of a method with local steps."""
 MOST_STEPS = 400

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
-from oktopk.runlog.aggregates import cumulative_bytes, estimated_totals, steady_steps
+from oktopk.runlog.aggregates import cumulative_bytes, estimated_totals
 from oktopk.runlog.reader import RunLog
 from oktopk.runlog.schema import MetricInfo, ProbeRecord, ValidationRecord
 from oktopk.train.target import Target
@@ -56,7 +56,8 @@ class Row:
 
     sparse_ratio: float | None
     ms_per_step: float | None
-    """The median of `steady_steps`; the mean where some exchange nothing; None without any."""
+    """The mean of all steps, so that the table has the same times as the figures; None without any.
+    A median would leave out what a method does only in some steps, such as its exchange."""
 
     minutes: float
 
@@ -65,10 +66,7 @@ def row(runlog: RunLog, target: Target | None = None) -> Row:
     """The row of a run by itself, finished or not."""
     totals = estimated_totals(runlog)
     whole, sparse = totals.whole, totals["sparse"]
-    steady = [step for step in steady_steps(runlog) if step.whole is not None]
-    durations = [step.whole or 0.0 for step in steady]
-    # most steps of a local method exchange nothing: their median would not show the exchange
-    typical = mean if any(not step.bytes_sent for step in steady) else median
+    durations = [step.whole for step in runlog.steps if step.whole is not None]
     return Row(
         setting=runlog.directory.name,
         state=runlog.end.how if runlog.end else "unfinished",
@@ -79,7 +77,7 @@ def row(runlog: RunLog, target: Target | None = None) -> Row:
         bytes_sent=whole.bytes_sent,
         ratio=_ratio(whole.bytes_dense, whole.bytes_sent),
         sparse_ratio=_ratio(sparse.bytes_dense, sparse.bytes_sent),
-        ms_per_step=1e3 * typical(durations) if durations else None,
+        ms_per_step=1e3 * mean(durations) if durations else None,
         minutes=whole.microseconds / 6e7,
     )
 

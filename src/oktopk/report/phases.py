@@ -16,9 +16,9 @@ from oktopk.stats import PHASES
 from oktopk.utils.units import format_bytes, format_rate
 
 SAME = 0.03
-"""A smaller difference of two medians, as a share, is called none."""
+"""A smaller difference of two medians, as a share of the larger one, is called none."""
 ABOUT = (
-    "Medians of rank 0, without the first step of each phase, which compiles. Exposed is the time "
+    "Medians of rank 0, without the first step of each phase, which connects. Exposed is the time "
     "spent waiting for the exchange; the rest of the exchange is hidden behind backward. Medians "
     "of the parts do not add up to that of the whole step exactly."
 )
@@ -89,19 +89,27 @@ def cost_sentences(runlog: RunLog) -> list[str]:
 
 
 def _difference(runlog: RunLog, times: dict[str, PhaseTimes]) -> str:
-    if len(times) < len(PHASES):
+    if len(times) < len(PHASES) or any("exposed" not in times[phase].seconds for phase in PHASES):
         return ""
-    dense, sparse = (times[phase].seconds["whole"] for phase in PHASES)
+    dense, sparse = (times[phase].seconds for phase in PHASES)
+    rest, dense_rest = (1e3 * (found["whole"] - found["exposed"]) for found in (sparse, dense))
     network = runlog.info.network
     link = f"at {network}" if network else "on this link"
-    text = (
-        f"A sparse step took {1e3 * sparse:.0f} ms and a dense one {1e3 * dense:.0f} ms "
-        f"(medians): {link} the sparse exchange "
+    return (
+        f"A sparse step waited {1e3 * sparse['exposed']:.0f} ms for the exchange and a dense one "
+        f"{1e3 * dense['exposed']:.0f} ms (medians): {link} the sparse exchange "
+        f"{_verdict(sparse['exposed'], dense['exposed'], dense['whole'])}. The rest of a step took "
+        f"{rest:.0f} ms and {dense_rest:.0f} ms: there batches differ, and not what is exchanged."
     )
-    if not dense or abs(sparse - dense) < SAME * dense:
-        return f"{text}cost no time and saved none."
+
+
+def _verdict(sparse: float, dense: float, whole: float) -> str:
+    """What waits for the exchange cost or saved, also as a share of a whole dense step."""
+    difference = abs(sparse - dense)
+    if difference <= SAME * max(sparse, dense):
+        return "cost no time and saved none"
     verb = "cost" if sparse > dense else "saved"
-    return f"{text}{verb} {1e3 * abs(sparse - dense):.0f} ms, {abs(sparse / dense - 1):.0%}."
+    return f"{verb} {1e3 * difference:.0f} ms, {difference / whole:.0%} of a dense step"
 
 
 def _pays_below(_: RunLog, times: dict[str, PhaseTimes]) -> str:

@@ -36,9 +36,19 @@ ABOUT_PARTS = (
 
 def times(runlog: RunLog) -> list[Block]:
     """Dense and sparse steps side by side, steps over time, percentiles, and all ranks."""
-    blocks: list[Block] = [paragraph(text, "summary") for text in cost_sentences(runlog)]
+    sentences = [*cost_sentences(runlog), *_first_and_tenth(runlog)]
+    blocks: list[Block] = [paragraph(text, "summary") for text in sentences]
     percentiles = folded("Means and percentiles of every part", _percentiles(runlog))
     return [*blocks, *side_by_side(runlog), _over_time(runlog), percentiles, *_ranks(runlog)]
+
+
+def _first_and_tenth(runlog: RunLog) -> list[str]:
+    """The first step beside one by which everything is connected and allocated."""
+    seconds = [step.whole for step in runlog.steps if step.step in (0, 9)]
+    if len(seconds) != 2 or None in seconds:
+        return []
+    first, tenth = (1e3 * (whole or 0.0) for whole in seconds)
+    return [f"The first step took {first:.0f} ms, and the tenth {tenth:.0f} ms."]
 
 
 def _over_time(runlog: RunLog) -> Figure:
@@ -94,7 +104,7 @@ def _percentiles(runlog: RunLog) -> str:
                 name = f"{part} (overlapped)" if part in OVERLAPPED_PARTS else part
                 rows.append([f"{phase}: {name}", *(f"{value:.1f}" for value in found)])
     note = (
-        "Milliseconds of a step of rank 0 by phase, without the first step of each, which compiles."
+        "Milliseconds of a step of rank 0 by phase, without the first step of each, which connects."
     )
     return table(["part", "mean", "median", "90 %", "99 %", "most"], rows, note)
 

@@ -119,7 +119,7 @@ def cumulative_minutes(runlog: RunLog) -> list[float]:
 
 
 def steady_steps(runlog: RunLog) -> list[StepRecord]:
-    """The steps without those that compile and connect.
+    """The steps without those that connect and allocate.
 
     Left out is the first step of each phase, and the first after each start or resume.
     """

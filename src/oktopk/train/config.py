@@ -182,7 +182,8 @@ class Config:
     )
     histogram_every: int = option(
         0,
-        "steps between histograms; 0: at the start of the sparse phase and per epoch",
+        "steps between histograms; 0: after 1, 2, 4, 8, ... steps. There are always some at the "
+        "start of the sparse phase and at the ends of epochs and of the run",
         harmless=True,
     )
     checkpoint_every: int = option(

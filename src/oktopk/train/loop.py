@@ -70,10 +70,10 @@ def train_epoch(
         record = take_step(run, [ranks[run.comm.rank] for ranks in turn])
         seconds = {part: total + getattr(record, part) for part, total in seconds.items()}
         recorder.step(record)
-        if _is_histogram_due(run):
-            recorder.histograms(record.step)
         if config.validate_steps and progress.step % config.validate_steps == 0:
             validate_run(run, recorder)
+        if _is_histogram_due(run):
+            recorder.histograms(record.step)
         if _has_steps_left(run):  # after the last step, the end of the epoch saves
             due = config.checkpoint_every and progress.step % config.checkpoint_every == 0
             saved = False
@@ -95,11 +95,12 @@ def _mean(seconds: dict[str, float], steps: int) -> dict[str, float | None] | No
 
 
 def _is_histogram_due(run: Run) -> bool:
-    """At the last dense step, the first two sparse steps, each epoch's end, and as configured."""
-    step, config = run.progress.step, run.config  # finished steps
+    """At the last dense step, the first two sparse steps, the ends of epochs and of the run; and as
+    configured, or else when the number of steps has doubled, so that the last one is not old."""
+    step, every = run.progress.step, run.config.histogram_every  # finished steps
     around = (run.warmup_steps, run.warmup_steps + 1, run.warmup_steps + 2)
-    configured = config.histogram_every and step % config.histogram_every == 0
-    return step in around or run.progress.index == run.steps_per_epoch or bool(configured)
+    regular = step % every == 0 if every else step.bit_count() == 1
+    return step in around or regular or not _has_steps_left(run)
 
 
 def _end_epoch(

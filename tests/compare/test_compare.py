@@ -39,7 +39,7 @@ METRICS = [MetricInfo("wer", "WER")]
 @pytest.fixture
 def trainer(monkeypatch):
     """Runs that write their metrics at once; those in `fails` end after a few steps."""
-    made = SimpleNamespace(names=[], fails=set())
+    made = SimpleNamespace(names=[], fails=set(), compiled_before=[])
 
     @contextmanager
     def started(config, base, log):
@@ -54,6 +54,9 @@ def trainer(monkeypatch):
 
     monkeypatch.setattr(run_process, "started", started)
     monkeypatch.setattr(command, "prepare_data", lambda config: None)
+    monkeypatch.setattr(
+        command, "prepare_kernels", lambda: made.compiled_before.append(list(made.names))
+    )
     return made
 
 
@@ -72,6 +75,12 @@ def test_every_method_at_every_density_but_dense_once():
         ("dense-s7", 0.3, 7),
         ("oktopk-0.01-s7", 0.01, 7),
     ]
+
+
+def test_kernels_are_compiled_before_the_first_contender(trainer, call):
+    """Whoever came first would else have them on its clock, and the others would find them."""
+    assert call("--methods", "dense,topka") == 0
+    assert trainer.compiled_before == [[]] and len(trainer.names) == 2
 
 
 def test_flags_make_the_same_config_again(monkeypatch):
@@ -187,6 +196,7 @@ def test_an_interrupted_comparison_says_how_it_continues(call, monkeypatch, caps
         raise InterruptedBySignal(2)
 
     monkeypatch.setattr(command, "prepare_data", lambda config: None)
+    monkeypatch.setattr(command, "prepare_kernels", lambda: None)
     monkeypatch.setattr(command, "train_in_process", interrupted)
     assert call("--methods", "dense") == 130
     said = capsys.readouterr()

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from oktopk.utils import progress
-from oktopk.utils.progress import LINE_SECONDS, QUIET_SECONDS, TimeLeft
+from oktopk.utils.progress import LINE_SECONDS, QUIET_SECONDS, TimeLeft, said_if_slow
 
 
 @pytest.fixture
@@ -60,3 +60,16 @@ def test_parts_are_counted_one_by_one(clock, capsys, monkeypatch):
         clock[0] += 10
         left.advance()
     assert "rows: 2 of 4, 0:10 left" in capsys.readouterr().out
+
+
+def test_what_takes_long_is_said_while_it_does(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SLOW_SECONDS", 1000.0)
+    with said_if_slow("loading"):
+        pass
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.0)
+    said = ""
+    with said_if_slow("loading"):
+        while not said:
+            said = capsys.readouterr().out
+    assert said == "loading\n"

@@ -13,13 +13,12 @@ import os
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
 
 from oktopk.cli.commands import COMMANDS
 from oktopk.cli.parser import Parser, bold, examples, flags_of, innermost, subparsers_of
 from oktopk.errors import ExchangeError, LaunchError
 from oktopk.launch.parent_watchdog import watch_parent
-from oktopk.launch.rank_environment import launcher_of_this_process, read_rank_environment
+from oktopk.launch.rank_environment import read_rank_environment
 from oktopk.utils import signals
 from oktopk.utils.extras import (
     EXTRAS,
@@ -30,7 +29,6 @@ from oktopk.utils.extras import (
 )
 from oktopk.utils.files import FileError, single_line
 from oktopk.utils.flags import UsageError, did_you_mean
-from oktopk.utils.progress import said_if_slow
 from oktopk.version import __version__
 
 INTRODUCTION = "Data-parallel PyTorch training over links that are too slow for dense gradients."
@@ -120,9 +118,7 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have bytes that are not text
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with nullcontext() if launcher_of_this_process() else said_if_slow("loading PyTorch"):
-            args = parse(sys.argv[1:])
-        sys.exit(run(args))
+        sys.exit(run(parse(sys.argv[1:])))
     except BrokenPipeError:  # the reader has closed the pipe, as in `oktopk methods | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -6,12 +6,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from oktopk.cli import data
+from oktopk.launch.rank_environment import launcher_of_this_process
 from oktopk.utils.flags import MOST_SECONDS, MOST_WORKERS, number_in_range
+from oktopk.utils.progress import said_if_slow
 
 if TYPE_CHECKING:
     from oktopk.train.config import Config
@@ -87,8 +90,14 @@ def _completion(parser: argparse.ArgumentParser, _: list[str]) -> Run:
     return completion.run
 
 
+def _loading() -> AbstractContextManager[None]:
+    """Say what takes so long, if it does; of ranks, the process that started them has said more."""
+    return nullcontext() if launcher_of_this_process() else said_if_slow("loading PyTorch")
+
+
 def _train(parser: argparse.ArgumentParser, argv: list[str]) -> Run:
-    from oktopk.train.flags import add_all_flags, config_of
+    with _loading():
+        from oktopk.train.flags import add_all_flags, config_of
 
     add_all_flags(parser, config_of(argv))
 
@@ -105,9 +114,10 @@ def _training(name: str) -> Callable[[argparse.ArgumentParser, list[str]], Run]:
     """A command that trains several runs: it has the flags of `oktopk train` too."""
 
     def fill(parser: argparse.ArgumentParser, argv: list[str]) -> Run:
-        from oktopk.train.flags import config_of
+        with _loading():
+            from oktopk.train.flags import config_of
 
-        module = import_module(f"oktopk.{name}.command")
+            module = import_module(f"oktopk.{name}.command")
         add: Callable[[argparse.ArgumentParser, Config], None] = module.add_flags
         add(parser, config_of(argv))
         return module.command

@@ -20,8 +20,13 @@ LINE_SECONDS = 15.0
 
 @contextmanager
 def said_if_slow(what: str) -> Iterator[None]:
-    """Write to stderr what is being done, if the block takes more than a second."""
-    timer = Timer(SLOW_SECONDS, lambda: sys.stderr.write(f"oktopk: {what}\n"))
+    """Print what is being done, if the block takes more than a second."""
+
+    def say() -> None:
+        sys.stdout.write(f"{what}\n")
+        sys.stdout.flush()
+
+    timer = Timer(SLOW_SECONDS, say)
     timer.daemon = True
     timer.start()
     try:

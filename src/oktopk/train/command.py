@@ -58,6 +58,8 @@ def command(args: argparse.Namespace, argv: list[str], write_report: ReportWrite
                 prepare_data(config)
                 prepare_kernels()
             return run_workers(workers, argv, config, args.resume)
+        if env is None:
+            prepare_kernels()
         by_flag = given(args, config.task)
         return run_worker(config, env or SINGLE_RANK, args.resume, by_flag, write_report)
     except (RunError, FileError, OSError) as error:

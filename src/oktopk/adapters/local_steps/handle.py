@@ -16,9 +16,10 @@ from oktopk.adapters.handle import BaseHandle, Connection
 from oktopk.adapters.local_steps import state as local_state
 from oktopk.adapters.local_steps.background import BackgroundThread, Job
 from oktopk.adapters.local_steps.driver import RoundDriver
-from oktopk.adapters.local_steps.fragment import Fragment, check_all_exchanged
+from oktopk.adapters.local_steps.fragment import Fragment
+from oktopk.adapters.local_steps.outside import Outside
 from oktopk.adapters.local_steps.ranks import Ranks
-from oktopk.adapters.local_steps.step_hooks import hook_steps
+from oktopk.adapters.local_steps.step_hooks import UncountedSteps, hook_steps
 from oktopk.comm.failure_detector import FailureDetector
 from oktopk.engine.saved_state import Exchanged, Saved
 from oktopk.errors import ExchangeError
@@ -46,13 +47,13 @@ class LocalSteps(BaseHandle[RoundDriver]):
         drivers: Sequence[RoundDriver],
         connection: Connection,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         ranks: Ranks,
         *,
         verbose: bool,
     ) -> None:
         super().__init__(drivers[0], connection)
-        self._model, self._ranks = model, ranks
+        self._ranks = ranks
         self._announces = verbose and self.driver.rank == 0
         self.fragments = [Fragment(driver, connection) for driver in drivers]
         self.failure: BaseException | None = None
@@ -62,7 +63,12 @@ class LocalSteps(BaseHandle[RoundDriver]):
         """The driver that finished an exchange last."""
 
         # the optimizer keeps this handle alive: the user may drop what local_steps returned
-        self._hook = hook_steps(optimizer, self._after_step)
+        self._remove_hooks = hook_steps(optimizers, self._after_step)
+        layouts = [driver.parameters for driver in drivers]
+        trained = [p for layout in layouts for p in layout.parameters.values()]
+        self._uncounted = UncountedSteps(optimizers, trained, warns=drivers[0].rank == 0)
+        self._outside = Outside(model, optimizers[-1], layouts)
+        self._check_outside()
         self._thread = BackgroundThread() if self.driver.options.delay else None
         self._finalizer = weakref.finalize(
             self, _end_threads, connection.failure_detector, self._thread
@@ -204,7 +210,8 @@ class LocalSteps(BaseHandle[RoundDriver]):
         have the same weights on all ranks. A communicator that was passed to `local_steps` stays
         open.
         """
-        self._hook.remove()
+        self._remove_hooks()
+        self._uncounted.close()
         self._connection.failure_detector.hint = ""  # it may be that of the whole job
         self._finalizer()
         for driver in self.drivers:
@@ -212,6 +219,8 @@ class LocalSteps(BaseHandle[RoundDriver]):
         self._close_comm()
 
     def _after_step(self) -> None:
+        self._uncounted.after_step()
+        self._outside.after_step()
         for driver in self.drivers:  # all of them, before one raises
             driver.local_steps += 1
         finished: list[Finished] = []
@@ -291,10 +300,12 @@ class LocalSteps(BaseHandle[RoundDriver]):
         if self._connection.failure_detector.diagnosis is not None:
             raise ExchangeError("another rank reported a failure")
         self._ranks.refuse_late_group()
-        layouts = [driver.parameters for driver in self.drivers]
-        layouts[0].stored()  # lets FSDP2 register its shards again, instead of whole parameters
+        self.driver.parameters.stored()  # lets FSDP2 register its shards, not whole parameters
+        self._check_outside()
+
+    def _check_outside(self) -> None:
         where = f"rank {self.comm.global_rank}, exchange {self.step}"
-        check_all_exchanged(self._model, layouts, where)
+        self._outside.check(where, warns=self.comm.size > 1 and self.driver.rank == 0)
 
     def _in_background(self, act: Callable[[], StepStats], like: Tensor) -> Job[StepStats]:
         detector, comm = self._connection.failure_detector, self._everyone

@@ -32,8 +32,8 @@ from oktopk.adapters.local_steps.validation import (
     check_buffers,
     check_parameters,
     check_sharded,
+    checked_optimizers,
     is_sharded,
-    optimizer_of,
     parameters_of,
     refuse_auto_in_site,
     refuse_dense_exchange,
@@ -202,7 +202,7 @@ def local_steps(
         model=inner,
         parameters=parameters,
         fragments=divide(parameters, fragments),
-        optimizer=optimizer_of(optimizer, parameters),
+        optimizers=checked_optimizers(optimizer, parameters),
         ranks=ranks,
         shares_density=method == AUTO,
         verbose=verbose,
@@ -225,7 +225,9 @@ class _Job:
     fragments: list[ParameterLayout]
     """The same parameters, in parts that are exchanged one after the other."""
 
-    optimizer: Optimizer
+    optimizers: list[Optimizer]
+    """The one that was given, and those in it."""
+
     ranks: Ranks
     shares_density: bool
     """Whether the ranks share the density, instead of selecting as much each."""
@@ -268,7 +270,7 @@ def _start(
             everyone=links.everyone,
         )
         handle = LocalSteps(
-            drivers, connection, job.model, job.optimizer, job.ranks, verbose=job.verbose
+            drivers, connection, job.model, job.optimizers, job.ranks, verbose=job.verbose
         )
         note_open(handle, job.parameters.parameters.values(), job.ranks.members)
         links.comm.is_attached = True

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from oktopk.adapters.budget import Budget
 from oktopk.adapters.driver import Driver, OnStep
+from oktopk.adapters.local_steps.agreement import Notice, tell
 from oktopk.adapters.local_steps.background import Job
 from oktopk.adapters.local_steps.outer_step import OuterOptions, landed, outer_step_
 from oktopk.adapters.parameters import ParameterLayout
@@ -162,6 +163,7 @@ class RoundDriver(Driver[ParameterLayout]):
             self.check_consistency(change, **values)
         step = self.engine.begin(change)
         try:
+            tell(Notice(num_written=0), self.comm, change.device)
             self._check_replicas(step.plan.step)
             self.revise_budget(step.plan)
             step.add_bucket(0, change)

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks tell each other before each exchange, so that they decide together.
+
+A condition that differs between ranks must not guard a collective. So every rank tells what it
+knows in one header of fixed size, and all of them decide from the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+import torch
+
+from oktopk.comm.communicator import Comm
+from oktopk.utils.device import to_device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notice:
+    """What one rank tells the others. Whole numbers: each field takes 8 bytes."""
+
+    num_written: int
+    """Parameters that something else than the optimizer has written since the last exchange."""
+
+
+def tell(mine: Notice, comm: Comm, device: torch.device) -> list[Notice]:
+    """What all ranks tell, in rank order. Header: 8 bytes for each field, to every other rank."""
+    words = to_device(list(astuple(mine)), torch.int64, device)
+    rows = comm.all_gather_header(words, stage="agreement").tolist()
+    names = list(Notice.__dataclass_fields__)
+    return [Notice(**dict(zip(names, row, strict=True))) for row in rows]

@@ -86,6 +86,7 @@ class Fragment(BaseHandle[RoundDriver]):
                         view.copy_(each.momentum[name])
             driver.local_steps = driver.loaded_steps = each.local_steps
             driver.in_flight = self._in_flight(each)
+            driver.num_steps, driver.notices = 0, []
             driver.is_checked = False
 
     def _in_flight(self, each: local_state.Round) -> InFlight | None:

@@ -89,8 +89,9 @@ def local_steps(
     All ranks take over the weights and buffers of rank 0. Each rank then trains with its own
     optimizer. After every `every`-th `optimizer.step()` the ranks exchange the largest entries of
     what their weights have changed by since the last exchange; what is not sent is kept for the
-    next one. After an exchange all ranks have the same weights, to the bit. Every rank must call
-    `optimizer.step()` equally often.
+    next one. After an exchange all ranks have the same weights, to the bit. Where ranks may call
+    `optimizer.step()` more or less often, let each of them end by `outer.finish()`, or train inside
+    of `with oktopk.local_steps(model, optimizer) as outer:`.
 
     With `delay` the exchange runs in the background while the optimizer goes on, and with
     `fragments` it takes a part of the model at a time: then it is the anchor of a fragment, the

@@ -348,13 +348,13 @@ class LocalSteps(BaseHandle[RoundDriver]):
         if self._is_uneven or len(set(steps)) <= 1:
             return
         self._is_uneven = True
-        if self.driver.rank != 0:
-            return
         text = f"exchange {stats.step}: the ranks have taken different numbers of steps, "
         text += by_value(steps)
         if ended := [rank for rank, each in enumerate(notices) if each.has_finished]:
-            announce(f"{text}; {ranks_text(ended)} called finish() and will answer until all have")
-        else:
+            text += f"; {ranks_text(ended)} called finish() and will answer until all have"
+            if self._announces:
+                announce(text)
+        elif self.driver.rank == 0:
             log.warning("%s: let every rank end by finish(), or one will wait in vain", text)
 
     def _report(self, finished: list[Finished]) -> None:

@@ -33,7 +33,7 @@ def optimizers_of(optimizer: Any) -> list[Optimizer]:
     """The optimizer and those in it, from the outside in, without schedulers and wrappers."""
     found, each = [], optimizer
     for _ in range(4):
-        if hasattr(each, "_optimizer_step_post_hooks"):
+        if hasattr(each, "_optimizer_step_post_hooks") and each not in found:
             found.append(each)
         inner = (getattr(each, name, None) for name in INNER)
         each = next((one for one in inner if one is not None), None)

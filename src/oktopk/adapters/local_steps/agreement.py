@@ -46,9 +46,9 @@ def tell(mine: Notice, comm: Comm, device: torch.device) -> list[Notice]:
     return [Notice(**dict(zip(names, row, strict=True))) for row in rows]
 
 
-def by_value(values: Sequence[int]) -> str:
-    """`40 on ranks 0, 2 and 37 on rank 1`, of one value for each rank."""
-    ranks: dict[int, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return " and ".join(f"{value} on {ranks_text(having)}" for value, having in ranks.items())
+def by_value(values: Sequence[int], ranks: Sequence[int]) -> str:
+    """`40 on ranks 0, 2 and 37 on rank 1`, of one value for each of the ranks."""
+    having: dict[int, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        having.setdefault(value, []).append(rank)
+    return " and ".join(f"{value} on {ranks_text(those)}" for value, those in having.items())

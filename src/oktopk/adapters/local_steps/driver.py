@@ -218,9 +218,10 @@ class RoundDriver(Driver[ParameterLayout]):
         fragments = [each.fragment for each in self.notices]
         if len(set(fragments)) > 1:
             raise ValueError(
-                f"the ranks exchange different fragments: {by_value(fragments)}; exchange() must "
-                "be called after the same step on every rank, and finish() where ranks may have "
-                "taken different numbers of steps"
+                "the ranks exchange different fragments: "
+                f"{by_value(fragments, self.comm.global_ranks)}; exchange() must be called after "
+                "the same step on every rank, and finish() where ranks may have taken different "
+                "numbers of steps"
             )
         moves = {each.moves for each in self.notices}
         if self._has_compared_moves or 0 in moves:

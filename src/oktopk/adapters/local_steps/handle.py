@@ -349,8 +349,9 @@ class LocalSteps(BaseHandle[RoundDriver]):
             return
         self._is_uneven = True
         text = f"exchange {stats.step}: the ranks have taken different numbers of steps, "
-        text += by_value(steps)
-        if ended := [rank for rank, each in enumerate(notices) if each.has_finished]:
+        ranks = self.comm.global_ranks
+        text += by_value(steps, ranks)
+        if ended := [r for r, each in zip(ranks, notices, strict=True) if each.has_finished]:
             text += f"; {ranks_text(ended)} called finish() and will answer until all have"
             if self._announces:
                 announce(text)

@@ -24,18 +24,26 @@ from torch import Tensor
 
 from oktopk.adapters.budget import Budget
 from oktopk.adapters.driver import Driver, OnStep
+from oktopk.adapters.local_steps.agreement import Notice, by_value, tell
 from oktopk.adapters.local_steps.background import Job
 from oktopk.adapters.local_steps.outer_step import OuterOptions, landed, outer_step_
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.adapters.side_stream import share
 from oktopk.comm.communicator import Comm
-from oktopk.comm.replica_check import check_replicas
+from oktopk.comm.replica_check import check_replicas, checksum
 from oktopk.engine.shards import UNSHARDED, Shards
 from oktopk.settings import Settings
 from oktopk.stats import StepStats
 
 log = logging.getLogger("oktopk")
 
+
+SAME_MOVES = (
+    "all %d ranks have moved their weights by the same, to the bit: either something else keeps "
+    "them equal in every step, such as DistributedDataParallel or an all-reduce of gradients, and "
+    "local_steps saves nothing: leave that out; or they train on the same batches: give each rank "
+    "its own share of the data (DistributedSampler)"
+)
 
 Submit = Callable[[Callable[[], StepStats], Tensor], Job[StepStats]]
 """Runs a function in the background, on the device of a tensor."""
@@ -81,6 +89,21 @@ class RoundDriver(Driver[ParameterLayout]):
 
         self.loaded_steps = head_start
         """`local_steps` at the start, or when a state was loaded."""
+
+        self.number = 0
+        """Of the fragment."""
+
+        self.num_steps = 0
+        """Optimizer steps since the start, a load, or the last end of `finish`."""
+
+        self.has_finished = False
+        """Whether this rank only answers the others."""
+
+        self.notices: list[Notice] = []
+        """What all ranks told in the last finished exchange. Not to be read while one is in flight.
+        """
+
+        self._has_compared_moves = comm.size == 1
 
         self.in_flight: InFlight | None = None
         """The exchange that was launched and has not landed."""
@@ -128,7 +151,8 @@ class RoundDriver(Driver[ParameterLayout]):
 
         It is the exchange of this number among those of all fragments.
         """
-        stats = replace(self._run(self._weight_change(), self.local_steps), step=number)
+        change = self._weight_change()
+        stats = replace(self._run(change, self._notice(), self.local_steps), step=number)
         self._set_weights(stats)
         self.local_steps = 0
         return stats
@@ -139,7 +163,7 @@ class RoundDriver(Driver[ParameterLayout]):
         weights = {name: p.detach().clone() for name, p in self.parameters.stored().items()}
         if self.engine.residual is not None:  # of a state, or of an exchange on this thread
             share(self.engine.residual)
-        job = submit(partial(self._run, change, self.local_steps), change)
+        job = submit(partial(self._run, change, self._notice(), self.local_steps), change)
         self.in_flight = InFlight(weights, counts, job)
         self.local_steps = 0
 
@@ -153,7 +177,17 @@ class RoundDriver(Driver[ParameterLayout]):
         self._set_weights(stats, launched)
         return stats
 
-    def _run(self, change: Tensor, local_steps: int) -> StepStats:
+    def _notice(self) -> Notice:
+        """What this rank tells the others before an exchange that begins now."""
+        return Notice(
+            num_written=0,
+            fragment=self.number,
+            num_steps=self.num_steps,
+            has_finished=int(self.has_finished),
+            moves=0,
+        )
+
+    def _run(self, change: Tensor, notice: Notice, local_steps: int) -> StepStats:
         """All that is collective of an exchange. It moves the anchor and leaves the weights."""
         begun = perf_counter()
         if not self.is_checked:
@@ -162,6 +196,7 @@ class RoundDriver(Driver[ParameterLayout]):
             self.check_consistency(change, **values)
         step = self.engine.begin(change)
         try:
+            self._tell(notice, change)
             self._check_replicas(step.plan.step)
             self.revise_budget(step.plan)
             step.add_bucket(0, change)
@@ -173,6 +208,27 @@ class RoundDriver(Driver[ParameterLayout]):
             outer_step_(self.anchor, change, self.momentum, self.options)
         self.note_seconds(stats, begun)
         return stats
+
+    def _tell(self, notice: Notice, change: Tensor) -> None:
+        """Tell the other ranks, and read what they tell. ValueError on all ranks where they are at
+        different fragments; a warning if all have made the same moves."""
+        if not self._has_compared_moves and change.any():
+            notice = replace(notice, moves=int(checksum(change)))
+        self.notices = tell(notice, self.comm, change.device)
+        fragments = [each.fragment for each in self.notices]
+        if len(set(fragments)) > 1:
+            raise ValueError(
+                "the ranks exchange different fragments: "
+                f"{by_value(fragments, self.comm.global_ranks)}; exchange() must be called after "
+                "the same step on every rank, and finish() where ranks may have taken different "
+                "numbers of steps"
+            )
+        moves = {each.moves for each in self.notices}
+        if self._has_compared_moves or 0 in moves:
+            return
+        self._has_compared_moves = True
+        if len(moves) == 1 and self.rank == self.number == 0:
+            log.warning(SAME_MOVES, self.comm.size)
 
     def _weight_change(self) -> Tensor:
         """Weights after the last exchange minus weights now, flat: the outer gradient of DiLoCo."""

@@ -6,11 +6,10 @@ Each has its own engine, anchor and round. All have one communicator, and one ba
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from oktopk.adapters.handle import BaseHandle
 from oktopk.adapters.local_steps import state as local_state
@@ -18,7 +17,7 @@ from oktopk.adapters.local_steps.background import finished
 from oktopk.adapters.local_steps.driver import InFlight, RoundDriver
 from oktopk.adapters.local_steps.outer_step import SHARED_METHOD
 from oktopk.adapters.parameters import ParameterLayout
-from oktopk.engine.saved_state import Exchanged, SavedRates, clean_name
+from oktopk.engine.saved_state import Exchanged, SavedRates
 
 
 class Fragment(BaseHandle[RoundDriver]):
@@ -87,6 +86,7 @@ class Fragment(BaseHandle[RoundDriver]):
                         view.copy_(each.momentum[name])
             driver.local_steps = driver.loaded_steps = each.local_steps
             driver.in_flight = self._in_flight(each)
+            driver.num_steps, driver.notices = 0, []
             driver.is_checked = False
 
     def _in_flight(self, each: local_state.Round) -> InFlight | None:
@@ -121,18 +121,6 @@ def divide(parameters: ParameterLayout, num: int) -> list[ParameterLayout]:
         parts.append(parameters.part(set(names[:size])))
         names = names[size:]
     return parts
-
-
-def check_all_exchanged(model: nn.Module, parts: Iterable[ParameterLayout], where: str) -> None:
-    """Raise ValueError for parameters that are trained now and are in none of the parts."""
-    known = {id(p) for part in parts for p in part.parameters.values()}
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if new := [clean_name(name) for name, p in trained.items() if id(p) not in known]:
-        raise ValueError(
-            f"{where}: {new} are trained and not exchanged, as they were not in the model or did "
-            "not require gradients when local_steps was called: close() the handle and call "
-            "local_steps again"
-        )
 
 
 def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,16 +15,21 @@ from oktopk.adapters.announcement import describe_loaded
 from oktopk.adapters.driver import OnStep
 from oktopk.adapters.handle import BaseHandle, Connection
 from oktopk.adapters.local_steps import state as local_state
+from oktopk.adapters.local_steps.agreement import by_value
 from oktopk.adapters.local_steps.background import BackgroundThread, Job
 from oktopk.adapters.local_steps.driver import RoundDriver
-from oktopk.adapters.local_steps.fragment import Fragment, check_all_exchanged
+from oktopk.adapters.local_steps.fragment import Fragment
+from oktopk.adapters.local_steps.outside import Outside
 from oktopk.adapters.local_steps.ranks import Ranks
-from oktopk.adapters.local_steps.step_hooks import hook_steps
+from oktopk.adapters.local_steps.step_hooks import UncountedSteps, hook_steps
+from oktopk.comm.consistency import ranks_text
 from oktopk.comm.failure_detector import FailureDetector
 from oktopk.engine.saved_state import Exchanged, Saved
 from oktopk.errors import ExchangeError
 from oktopk.stats import StepStats
 from oktopk.utils.announce import announce
+
+log = logging.getLogger("oktopk")
 
 T = TypeVar("T")
 Finished = tuple[RoundDriver, StepStats]
@@ -46,23 +52,36 @@ class LocalSteps(BaseHandle[RoundDriver]):
         drivers: Sequence[RoundDriver],
         connection: Connection,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         ranks: Ranks,
         *,
         verbose: bool,
     ) -> None:
         super().__init__(drivers[0], connection)
-        self._model, self._ranks = model, ranks
+        self._ranks = ranks
         self._announces = verbose and self.driver.rank == 0
         self.fragments = [Fragment(driver, connection) for driver in drivers]
+        for number, driver in enumerate(drivers):
+            driver.number = number
         self.failure: BaseException | None = None
         """The error that ended the exchange for good; None while it is well."""
+
+        self._is_uneven = False
+        """Whether it was said that the ranks have taken different numbers of steps."""
+
+        self._all_have_finished = False
+        """Whether all ranks were in `finish` in the exchange that was finished last."""
 
         self._last = drivers[0]
         """The driver that finished an exchange last."""
 
         # the optimizer keeps this handle alive: the user may drop what local_steps returned
-        self._hook = hook_steps(optimizer, self._after_step)
+        self._remove_hooks = hook_steps(optimizers, self._after_step)
+        layouts = [driver.parameters for driver in drivers]
+        trained = [p for layout in layouts for p in layout.parameters.values()]
+        self._uncounted = UncountedSteps(optimizers, trained, warns=drivers[0].rank == 0)
+        self._outside = Outside(model, optimizers[-1], layouts)
+        self._check_outside()
         self._thread = BackgroundThread() if self.driver.options.delay else None
         self._finalizer = weakref.finalize(
             self, _end_threads, connection.failure_detector, self._thread
@@ -125,7 +144,8 @@ class LocalSteps(BaseHandle[RoundDriver]):
         For the end of training, where the number of steps is no multiple of `every`: until the next
         exchange every rank has weights of its own. An exchange in flight is applied first; then all
         fragments are exchanged and applied at once, so that all ranks have the same weights. A new
-        round begins. Returns the statistics of the last fragment.
+        round begins. Returns the statistics of the last fragment. Where ranks may have taken
+        different numbers of steps, call `finish`.
         """
         finished: list[Finished] = []
         for driver in self.drivers:
@@ -135,6 +155,41 @@ class LocalSteps(BaseHandle[RoundDriver]):
             finished += self._attempt(self._exchange_early, driver)
         self._report(finished)
         return finished[-1][1]
+
+    def finish(self) -> StepStats:
+        """Take part in the exchanges of the other ranks until all of them have called this.
+
+        For the end of training, or of an epoch, where ranks may have taken different numbers of
+        steps. A rank that is there first keeps exchanging as if its optimizer went on without
+        moving: it delivers its last weight changes, then what is left in its residual, and takes
+        over what the others send. When the last rank has come, all have the same weights and a new
+        round begins; training may go on. A rank waits for each exchange of the others at most
+        `timeout`. Returns the statistics of the last exchange.
+        """
+        self._all_have_finished = False
+        for driver in self.drivers:
+            driver.has_finished = True
+        try:
+            while not self._all_have_finished:
+                self._advance()
+            if self._thread is not None or len(self.drivers) > 1:
+                self.exchange()  # what is in flight, and the other fragments
+        finally:
+            for driver in self.drivers:
+                driver.has_finished, driver.num_steps = False, 0
+        assert self.stats is not None
+        return self.stats
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Finish together with the other ranks, unless an error ended the block; then close."""
+        try:
+            if kind is None and not self.closed:
+                self.finish()
+        finally:
+            self.close()
 
     def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact resume needs, between exchanges as well as right after one.
@@ -204,7 +259,8 @@ class LocalSteps(BaseHandle[RoundDriver]):
         have the same weights on all ranks. A communicator that was passed to `local_steps` stays
         open.
         """
-        self._hook.remove()
+        self._remove_hooks()
+        self._uncounted.close()
         self._connection.failure_detector.hint = ""  # it may be that of the whole job
         self._finalizer()
         for driver in self.drivers:
@@ -212,6 +268,14 @@ class LocalSteps(BaseHandle[RoundDriver]):
         self._close_comm()
 
     def _after_step(self) -> None:
+        self._uncounted.after_step()
+        self._outside.after_step()
+        for driver in self.drivers:
+            driver.num_steps += 1
+        self._advance()
+
+    def _advance(self) -> None:
+        """Do what is due after a step; one of a rank that has finished moves nothing."""
         for driver in self.drivers:  # all of them, before one raises
             driver.local_steps += 1
         finished: list[Finished] = []
@@ -228,7 +292,11 @@ class LocalSteps(BaseHandle[RoundDriver]):
             raise RuntimeError(CLOSED)
         detector = self._connection.failure_detector
         detector.step = self.step
-        detector.hint = f"called optimizer.step() less often ({self.local_steps} local steps here)"
+        detector.hint = (
+            "has not called finish()"
+            if driver.has_finished
+            else f"called optimizer.step() less often ({self.local_steps} local steps here)"
+        )
         try:
             if self.failure is not None:
                 raise RuntimeError(f"an exchange failed before: {self.failure}") from self.failure
@@ -263,6 +331,7 @@ class LocalSteps(BaseHandle[RoundDriver]):
         Else a NaN would go from fragment to fragment: with weights that are not finite in one of
         them, the next step gives every other one such gradients too.
         """
+        self._compare_steps(driver, stats)
         finished = [(driver, stats)]
         for other in self.drivers if stats.skipped else ():
             if other is not driver:
@@ -270,6 +339,24 @@ class LocalSteps(BaseHandle[RoundDriver]):
                     finished += self._land(other)
                 other.return_to_anchor()
         return finished
+
+    def _compare_steps(self, driver: RoundDriver, stats: StepStats) -> None:
+        """Look whether the ranks are at the same step, and at the end, as all of them told."""
+        notices = driver.notices  # none of an exchange that was in flight in a loaded state
+        self._all_have_finished = bool(notices) and all(each.has_finished for each in notices)
+        steps = [each.num_steps for each in notices]
+        if self._is_uneven or len(set(steps)) <= 1:
+            return
+        self._is_uneven = True
+        text = f"exchange {stats.step}: the ranks have taken different numbers of steps, "
+        ranks = self.comm.global_ranks
+        text += by_value(steps, ranks)
+        if ended := [r for r, each in zip(ranks, notices, strict=True) if each.has_finished]:
+            text += f"; {ranks_text(ended)} called finish() and will answer until all have"
+            if self._announces:
+                announce(text)
+        elif self.driver.rank == 0:
+            log.warning("%s: let every rank end by finish(), or one will wait in vain", text)
 
     def _report(self, finished: list[Finished]) -> None:
         """Tell of exchanges. After all else that a step does: a callback may save the state."""
@@ -291,10 +378,12 @@ class LocalSteps(BaseHandle[RoundDriver]):
         if self._connection.failure_detector.diagnosis is not None:
             raise ExchangeError("another rank reported a failure")
         self._ranks.refuse_late_group()
-        layouts = [driver.parameters for driver in self.drivers]
-        layouts[0].stored()  # lets FSDP2 register its shards again, instead of whole parameters
+        self.driver.parameters.stored()  # lets FSDP2 register its shards, not whole parameters
+        self._check_outside()
+
+    def _check_outside(self) -> None:
         where = f"rank {self.comm.global_rank}, exchange {self.step}"
-        check_all_exchanged(self._model, layouts, where)
+        self._outside.check(where, warns=self.comm.size > 1 and self.driver.rank == 0)
 
     def _in_background(self, act: Callable[[], StepStats], like: Tensor) -> Job[StepStats]:
         detector, comm = self._connection.failure_detector, self._everyone

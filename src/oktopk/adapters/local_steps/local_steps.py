@@ -33,8 +33,8 @@ from oktopk.adapters.local_steps.validation import (
     check_buffers,
     check_parameters,
     check_sharded,
+    checked_optimizers,
     is_sharded,
-    optimizer_of,
     parameters_of,
     refuse_auto_in_site,
     refuse_dense_exchange,
@@ -89,8 +89,9 @@ def local_steps(
     All ranks take over the weights and buffers of rank 0. Each rank then trains with its own
     optimizer. After every `every`-th `optimizer.step()` the ranks exchange the largest entries of
     what their weights have changed by since the last exchange; what is not sent is kept for the
-    next one. After an exchange all ranks have the same weights, to the bit. Every rank must call
-    `optimizer.step()` equally often.
+    next one. After an exchange all ranks have the same weights, to the bit. Where ranks may call
+    `optimizer.step()` more or less often, let each of them end by `outer.finish()`, or train inside
+    of `with oktopk.local_steps(model, optimizer) as outer:`.
 
     With `delay` the exchange runs in the background while the optimizer goes on, and with
     `fragments` it takes a part of the model at a time: then it is the anchor of a fragment, the
@@ -202,7 +203,7 @@ def local_steps(
         model=inner,
         parameters=parameters,
         fragments=divide(parameters, fragments),
-        optimizer=optimizer_of(optimizer, parameters),
+        optimizers=checked_optimizers(optimizer, parameters),
         ranks=ranks,
         shares_density=method == AUTO,
         verbose=verbose,
@@ -225,7 +226,9 @@ class _Job:
     fragments: list[ParameterLayout]
     """The same parameters, in parts that are exchanged one after the other."""
 
-    optimizer: Optimizer
+    optimizers: list[Optimizer]
+    """The one that was given, and those in it."""
+
     ranks: Ranks
     shares_density: bool
     """Whether the ranks share the density, instead of selecting as much each."""
@@ -268,7 +271,7 @@ def _start(
             everyone=links.everyone,
         )
         handle = LocalSteps(
-            drivers, connection, job.model, job.optimizer, job.ranks, verbose=job.verbose
+            drivers, connection, job.model, job.optimizers, job.ranks, verbose=job.verbose
         )
         note_open(handle, job.parameters.parameters.values(), job.ranks.members)
         links.comm.is_attached = True

@@ -13,14 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from oktopk.adapters.local_steps.ranks import Ranks, ranks_of
-from oktopk.adapters.local_steps.step_hooks import is_hooked
+from oktopk.adapters.local_steps.step_hooks import is_hooked, optimizers_of
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.adapters.policy import Policy
 from oktopk.adapters.validation import check_optimizer
 from oktopk.comm.communicator import Comm
 from oktopk.engine.buckets import MAX_INDEXABLE
 from oktopk.optim.flat_views import is_dtensor
-from oktopk.optim.residual_scaling import innermost_optimizer
 from oktopk.settings import Settings
 
 
@@ -94,10 +93,10 @@ def refuse_auto_in_site(model: nn.Module, *, sharded: bool) -> None:
 def refuse_dense_exchange(model: nn.Module, optimizer: Any, ranks: Ranks) -> None:
     """Raise ValueError where the same ranks exchange whole gradients or weights in every step."""
     zero = sys.modules.get("torch.distributed.optim")
-    inner = innermost_optimizer(optimizer)
-    found = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
-    if zero is not None and isinstance(inner, zero.ZeroRedundancyOptimizer):
-        found.append(inner)
+    found: list[Any] = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    if zero is not None:
+        kind = zero.ZeroRedundancyOptimizer
+        found += [each for each in optimizers_of(optimizer) if isinstance(each, kind)]
     for each in found:
         theirs = dist.get_process_group_ranks(each.process_group)
         shared = sorted(set(theirs).intersection(ranks.members))
@@ -132,13 +131,13 @@ def _check_dtype(name: str, parameter: Tensor) -> None:
         )
 
 
-def optimizer_of(optimizer: Any, parameters: ParameterLayout) -> Optimizer:
-    """The optimizer itself, without schedulers and wrappers; it must train the model."""
-    inner = innermost_optimizer(optimizer)
-    if not hasattr(inner, "register_step_post_hook"):
+def checked_optimizers(optimizer: Any, parameters: ParameterLayout) -> list[Optimizer]:
+    """Those of `optimizers_of`. The innermost must train the model."""
+    optimizers = optimizers_of(optimizer)
+    if not optimizers:
         raise TypeError(f"expected an optimizer or a scheduler, got {type(optimizer).__name__}")
     advice = "make it from model.parameters(), after the model was moved to its device, or sharded"
-    check_optimizer(inner, parameters.parameters.values(), advice)
-    if is_hooked(inner):
+    check_optimizer(optimizers[-1], parameters.parameters.values(), advice)
+    if any(map(is_hooked, optimizers)):
         raise ValueError("this optimizer has local steps already: close() their handle first")
-    return inner
+    return optimizers

@@ -237,6 +237,7 @@ class Handle(BaseHandle[StepDriver]):
         if self._step_hook is not None:
             self._step_hook.remove()
         self._staleness.close()
+        self.driver.buffers.close()
         self._finalizer()
         self._close_comm()
 

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from oktopk.adapters.announcement import tell
 from oktopk.adapters.axes import connect_axes
+from oktopk.adapters.buffers import StepBuffers
 from oktopk.adapters.connect import agree_by_store, describe_group, describe_parameters
 from oktopk.adapters.driver import OnStep
 from oktopk.adapters.fsdp.driver import ShardDriver
@@ -174,6 +175,7 @@ def attach_fsdp(
     timeout = time_limit(timeout, dist.group.WORLD)
     job = _job(model, replicate_group, policy or Policy(), scaling, timeout)
     handle = _start(job, settings, check_every, on_step, verbose=verbose)
+    handle.driver.buffers = StepBuffers(model)
     precompile(settings, job.parameters.parameters.values())
     if dist.get_rank() == 0:
         tell(handle.driver, total_steps, verbose=verbose)

@@ -144,6 +144,7 @@ class FSDPHandle(BaseHandle[ShardDriver]):
         for module in self.driver.parameters.modules:
             module.hook(refuse_backward)
         self._staleness.close()
+        self.driver.buffers.close()
         self._finalizer()
         self._close_comm()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -27,6 +28,8 @@ from oktopk.optim.staleness import StalenessCorrection
 from oktopk.utils.announce import announce
 from oktopk.utils.arguments import integer
 from oktopk.utils.units import format_bytes
+
+T = TypeVar("T")
 
 
 class Handle(BaseHandle[StepDriver]):
@@ -193,8 +196,11 @@ class Handle(BaseHandle[StepDriver]):
             ExchangeError: another rank did not call it in time, or died.
             RuntimeError: it was called from `on_step`, or the handle was closed.
         """
-        state = self.state_dict()
-        return self.thread.call(lambda: self._gather(state))
+        return super().gathered_state_dict()
+
+    def _collective(self, act: Callable[[], T]) -> T:
+        collective = super()._collective
+        return self.thread.call(lambda: collective(act))
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Continue where `state_dict` was taken: the same bits as a run that never stopped.

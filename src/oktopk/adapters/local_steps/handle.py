@@ -281,6 +281,10 @@ class LocalSteps(BaseHandle[RoundDriver]):
                 self._last = driver  # others may have landed: `stats` tells of the skip
                 driver.raise_if_asked(stats)
 
+    def _collective(self, act: Callable[[], T]) -> T:
+        self._wait()  # collectives leave one after the other
+        return super()._collective(act)
+
     def _wait(self) -> None:
         """Wait for what is in flight, without applying it."""
         for driver in self.drivers:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -22,6 +22,12 @@ from oktopk.adapters.rank_files import (
     read_states,
     write_state,
 )
+from oktopk.adapters.state_by_rank import (
+    StateByRank,
+    name_of,
+    names_to_load,
+    refuse_shared_names,
+)
 from oktopk.comm.communicator import Comm
 from oktopk.comm.failure_detector import FailureDetector
 from oktopk.comm.ledger import Traffic
@@ -33,6 +39,9 @@ from oktopk.errors import ExchangeError, StateError
 from oktopk.settings import Settings
 from oktopk.stats import StepStats
 from oktopk.utils.files import FileError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.storage import StorageReader
 
 AgreeToLoad = Callable[[dict[str, Any], int], None]
 """Compares values of all ranks that load a state after a number of steps."""
@@ -154,6 +163,47 @@ class BaseHandle(ABC, Generic[AnyDriver]):
         `accelerator.register_for_checkpointing(handle.gathered)`
         """
         return GatheredState(self)
+
+    @property
+    def by_rank(self) -> StateByRank:
+        """The state of this rank under its number, for `torch.distributed.checkpoint`.
+
+            dcp.save({"oktopk": handle.by_rank}, checkpoint_id=folder)
+            dcp.load({"oktopk": handle.by_rank}, checkpoint_id=folder)
+
+        `load_checkpoint` loads that of another number of ranks too.
+        """
+        return StateByRank(self, *self._place)
+
+    def load_checkpoint(
+        self,
+        checkpoint_id: Any = None,
+        *,
+        key: str = "oktopk",
+        storage_reader: StorageReader | None = None,
+    ) -> None:
+        """Load a state that `torch.distributed.checkpoint` saved under `key`, of any number of
+        ranks.
+
+        Every rank of the job must call it. The arguments are those of `dcp.load`.
+        """
+        # half a second, for those who need it
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        reader = storage_reader or FileSystemReader(checkpoint_id)
+        found = reader.read_metadata().state_dict_metadata
+        names = names_to_load(found, key, *self._place)
+        template: dict[str, Any] = {key: dict.fromkeys(names)}
+        load(template, storage_reader=reader)
+        states = [state for (state,) in template[key].values()]
+        is_own = names == [name_of(*self._place)]
+        self.load_state_dict(states[0] if is_own else states)
+
+    def _refuse_shared_names(self) -> None:
+        """Raise StateError where `torch.distributed.checkpoint` asks for the state of this rank."""
+        allowed = StateByRank.state_dict, BaseHandle.gathered_state_dict
+        refuse_shared_names(*self._place, *allowed)
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -175,10 +175,10 @@ class Handle(BaseHandle[StepDriver]):
         Of the last exchange that ended, also while another one is under way, and from any thread.
         It belongs to the weights after `optimizer.step()`: between backward and that step, what was
         delivered is in neither (docs/pitfalls.md). The keys are the same on every rank and at any
-        time, so a fresh handle's state is a template for `torch.distributed.checkpoint`; frozen
-        parameters have no keys. The residuals are this rank's own: save one file per rank, or use
-        `gathered_state_dict`.
+        time; frozen parameters have no keys. The residuals are this rank's own: save one file per
+        rank, or use `by_rank` or `gathered_state_dict`.
         """
+        self._refuse_shared_names()
         engine = self.driver.engine
         with engine.lock:
             text = self._metadata(self.driver.buckets.settled, self.driver.scaling.save())

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -120,6 +120,11 @@ class FSDPHandle(BaseHandle[ShardDriver]):
         template = {key: self._template(*fsdp_state.saved_mesh(keys, key))}
         load_distributed(template, storage_reader=reader)
         self.load_state_dict(template[key])
+
+    @property
+    def by_rank(self) -> NoReturn:
+        """Not for a sharded model, whose state `torch.distributed.checkpoint` saves as it is."""
+        raise TypeError(f"the state of a sharded model is not saved by rank: {USE_DCP}")
 
     def gathered_state_dict(self) -> dict[str, Any]:
         """Not for a sharded model, whose state does not fit one rank."""

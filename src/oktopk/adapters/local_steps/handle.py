@@ -147,6 +147,7 @@ class LocalSteps(BaseHandle[RoundDriver]):
         the weights and the residual are this rank's own: save one file per rank, or use
         `gathered_state_dict`. The optimizer's state is each rank's own too, and is not part of it.
         """
+        self._refuse_shared_names()
         self._wait()
         states = [fragment.state_dict() for fragment in self.fragments]
         return states[0] if len(states) == 1 else {local_state.FRAGMENTS: states}

@@ -203,7 +203,7 @@ class BaseHandle(ABC, Generic[AnyDriver]):
     def _refuse_shared_names(self) -> None:
         """Raise StateError where `torch.distributed.checkpoint` asks for the state of this rank."""
         allowed = StateByRank.state_dict, BaseHandle.gathered_state_dict
-        refuse_shared_names(*self._place, *allowed)
+        refuse_shared_names(self.comm.global_rank, self._place[1], *allowed)
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

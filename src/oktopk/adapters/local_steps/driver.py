@@ -186,7 +186,7 @@ class RoundDriver(Driver[ParameterLayout]):
     def _buffer_means(self, step: Step) -> dict[str, Tensor]:
         """The means of the float buffers, inside a site first where it has several ranks."""
         comms = [comm for comm in (self.engine.shards.comm, self.comm) if comm is not None]
-        where = f"rank {self.rank}, exchange {step.plan.step}"
+        where = f"rank {self.comm.global_rank}, exchange {step.plan.step}"
         with step.recorder.clock("exchange"):
             return self.buffers.means(comms, self.parameters.device, where)
 

@@ -235,7 +235,7 @@ def load_badly(group, folder: str, wrong: str) -> list[str]:
         if step == (5 if wrong == "later" and rank == 1 else 4):
             handle.save(folder)
     if wrong == "content" and rank == 1:
-        torch.save({"weights": {}}, f"{folder}/oktopk-1-of-2.pt")
+        torch.save({"weights": {}}, f"{folder}/oktopk-1-of-2.step-1-1.pt")
     dist.barrier(group)
     handle.close()
     _, optimizer, handle = tiny(group=group, every=4, timeout=20.0)
@@ -253,10 +253,11 @@ def load_badly(group, folder: str, wrong: str) -> list[str]:
 
 
 def test_files_of_different_steps_are_refused_by_all_ranks(worlds, tmp_path):
-    expected = "of exchange 1, local step 1 on rank 0 but of exchange 1, local step 2 on rank 1"
+    expected = "their state is of step 1-1 on rank 0 but of step 1-2 on rank 1"
     for said in worlds.run(2, load_badly, str(tmp_path), "later"):
         assert len(said) == 2 and all(text.startswith("FileError: ") for text in said)
-        assert all("or has that of another step" in text and expected in text for text in said)
+        assert all("no step whose state all ranks have" in text for text in said)
+        assert all(expected in text for text in said)
 
 
 def test_a_file_of_wrong_content_on_one_rank_is_an_error_on_all(worlds, tmp_path):

@@ -3,49 +3,206 @@
 
 from __future__ import annotations
 
+import errno
+import resource
+import signal
+from contextlib import contextmanager
+
 import pytest
+import torch
+import torch.distributed as dist
 
+import oktopk
+from oktopk import simulate
 from oktopk.adapters.ddp.periodic_checkpoint import PeriodicCheckpoint
-from oktopk.adapters.rank_files import has_states, read_states, write_state
+from oktopk.adapters.rank_files import has_states, offers, read_states, write_state
+from oktopk.comm.newest import newest_on_all
 from oktopk.utils.files import FileError
+from rounds import same_state, start, take_steps
 
 
-def save_all(folder, size: int) -> None:
+def save(folder, rank: int, size: int, step: int = 1, local_steps: int = 0) -> None:
+    state = {"rank": rank, "size": size, "step": step}
+    write_state(folder, state, rank, size, (step, local_steps))
+
+
+def save_all(folder, size: int, step: int = 1) -> None:
     for rank in reversed(range(size)):
-        write_state(folder, {"rank": rank, "size": size}, rank, size)
+        save(folder, rank, size, step)
+
+
+def read(folder, rank: int, size: int):
+    """What a rank reads if the others have what it has."""
+    return read_states(folder, rank, size, max(offers(folder, rank, size), default=None))
+
+
+def names(folder) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_a_rank_reads_its_own_file(tmp_path):
     save_all(tmp_path / "new" / "folder", 3)
-    assert read_states(tmp_path / "new" / "folder", 2, 3) == {"rank": 2, "size": 3}
+    assert read(tmp_path / "new" / "folder", 2, 3) == {"rank": 2, "size": 3, "step": 1}
 
 
 def test_with_another_world_size_a_rank_reads_all_files(tmp_path):
     save_all(tmp_path, 3)
-    assert [state["rank"] for state in read_states(tmp_path, 1, 2)] == [0, 1, 2]
+    assert [state["rank"] for state in read(tmp_path, 1, 2)] == [0, 1, 2]
 
 
-def test_files_of_another_world_size_are_removed(tmp_path):
+def test_files_of_another_world_size_are_removed_when_all_ranks_have_saved(tmp_path):
     save_all(tmp_path, 3)
-    save_all(tmp_path, 2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["oktopk-0-of-2.pt", "oktopk-1-of-2.pt"]
+    save(tmp_path, 0, 2)
+    assert len(names(tmp_path)) == 4  # rank 1 may fail to save
+    save(tmp_path, 1, 2)
+    assert names(tmp_path) == ["oktopk-0-of-2.step-1.pt", "oktopk-1-of-2.step-1.pt"]
+
+
+def test_where_a_host_sees_only_its_own_files_those_of_another_world_size_go_next_time(tmp_path):
+    save(tmp_path, 0, 3)
+    save(tmp_path, 0, 2, step=2)
+    save(tmp_path, 0, 2, step=3)
+    assert names(tmp_path) == ["oktopk-0-of-2.step-2.pt", "oktopk-0-of-2.step-3.pt"]
 
 
 def test_a_host_of_its_own_needs_only_its_own_file(tmp_path):
     """Without a shared folder, a host has the files of its own ranks."""
-    write_state(tmp_path, {"rank": 3}, 3, 4)
-    assert read_states(tmp_path, 3, 4) == {"rank": 3}
+    save(tmp_path, 3, 4)
+    assert read(tmp_path, 3, 4)["rank"] == 3
+
+
+def test_the_last_two_are_kept_and_local_steps_count(tmp_path):
+    for step, local_steps in ((1, 0), (1, 3), (2, 0), (2, 1)):
+        save(tmp_path, 0, 1, step, local_steps)
+    assert names(tmp_path) == ["oktopk-0-of-1.step-2-1.pt", "oktopk-0-of-1.step-2.pt"]
+    assert max(offers(tmp_path, 0, 1)) == (1, 2, 1, 1)
+
+
+def test_those_of_a_run_that_was_given_up_are_removed(tmp_path):
+    save_all(tmp_path, 1, step=90)
+    save_all(tmp_path, 1, step=100)
+    save_all(tmp_path, 1, step=10)
+    assert names(tmp_path) == ["oktopk-0-of-1.step-10.pt"]
+
+
+def test_the_newest_that_all_ranks_have_is_kept_however_often_one_of_them_fails(tmp_path):
+    save_all(tmp_path, 2, step=1)
+    for step in (2, 3, 4):
+        save(tmp_path, 0, 2, step)
+    assert {each[1] for each in offers(tmp_path, 0, 2)} == {1, 3, 4}
+    assert {each[1] for each in offers(tmp_path, 1, 2)} == {1}
+
+
+def test_files_without_a_step_in_their_names_are_read_and_then_replaced(tmp_path):
+    for rank in range(2):
+        torch.save({"rank": rank}, tmp_path / f"oktopk-{rank}-of-2.pt")
+    assert read(tmp_path, 1, 2) == {"rank": 1}
+    assert [state["rank"] for state in read(tmp_path, 0, 3)] == [0, 1]
+    for step in (1, 2):
+        save_all(tmp_path, 2, step)
+    assert names(tmp_path) == [f"oktopk-{r}-of-2.step-{step}.pt" for r in (0, 1) for step in (1, 2)]
 
 
 def test_what_is_missing_is_named(tmp_path):
     assert not has_states(tmp_path) and not has_states(tmp_path / "none")
     with pytest.raises(FileError, match="has no state of any rank; every rank must call save"):
-        read_states(tmp_path, 0, 2)
-    write_state(tmp_path, {}, 1, 4)
-    with pytest.raises(FileError, match=r"oktopk-0-of-4\.pt: does not exist; .*oktopk-1-of-4"):
-        read_states(tmp_path, 0, 4)
+        read(tmp_path, 0, 2)
+    save(tmp_path, 1, 4)
+    missing = r"oktopk-0-of-4\.step-\*\.pt: does not exist; .*oktopk-1-of-4"
+    with pytest.raises(FileError, match=missing):
+        read(tmp_path, 0, 4)
     with pytest.raises(FileError, match=r"4 ranks saved .* ranks \[0, 2, 3\] are not here"):
-        read_states(tmp_path, 0, 2)
+        read(tmp_path, 0, 2)
+    save(tmp_path, 0, 4, step=2)
+    with pytest.raises(FileError, match="there is no step whose state all ranks have"):
+        read_states(tmp_path, 0, 4, None)
+
+
+def test_all_ranks_choose_the_newest_that_they_have_in_common():
+    found = {0: [(1, 3), (1, 2)], 1: [(1, 2), (1, 1)], 2: [(2, 0), (1, 2)]}
+
+    def choose(comm):
+        device = torch.device("cpu")
+        mine = found.get(comm.rank, [])
+        return newest_on_all(mine, 2, comm, device), newest_on_all([], 2, comm, device)
+
+    assert simulate(3, choose) == [((1, 2), None)] * 3
+    assert simulate(4, choose) == [(None, None)] * 4
+
+
+@contextmanager
+def no_room(most: int):
+    """No file may have more bytes: what a full disk is to a process."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("most", [0, 2000])
+def test_a_file_that_cannot_be_written_is_named_with_what_the_system_says(tmp_path, most):
+    save(tmp_path, 0, 1)
+    with no_room(most), pytest.raises(OSError, match="File too large") as raised:
+        write_state(tmp_path, {"x": torch.zeros(5000)}, 0, 1, (2, 0))
+    assert raised.value.errno == errno.EFBIG
+    assert raised.value.filename == str(tmp_path / "oktopk-0-of-1.step-2.pt")
+    assert names(tmp_path) == ["oktopk-0-of-1.step-1.pt"]
+
+
+def full_disk_on_one_rank(group, folder: str, delay: int) -> tuple:
+    """Rank 1 cannot write its second file; then all load."""
+    rank = dist.get_rank(group)
+    net, optimizer, handle = start(group, delay=delay)
+    take_steps(net, optimizer, rank, range(9))
+    handle.save(folder)
+    state = handle.state_dict()
+    take_steps(net, optimizer, rank, range(9, 14))
+    said = ""
+    try:
+        with no_room(100 if rank == 1 else 2**30):
+            handle.save(folder)
+    except OSError as error:
+        said = str(error)
+    dist.barrier(group)
+    handle.close()
+    _, _, again = start(group, delay=delay)
+    again.load(folder)
+    loaded = again.state_dict()
+    again.close()
+    return said, same_state(state, loaded)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_after_a_full_disk_on_one_rank_all_load_what_all_have(worlds, tmp_path, delay):
+    answers = worlds.run(2, full_disk_on_one_rank, str(tmp_path), delay)
+    assert answers[0] == ("", True)
+    assert "File too large" in answers[1][0] and "oktopk-1-of-2.step-3-2.pt" in answers[1][0]
+    assert answers[1][1]
+
+
+def without_one_rank(group, folder: str) -> str:
+    """Rank 0 loads, and rank 1 does not."""
+    rank = dist.get_rank(group)
+    _, _, handle = start(group, timeout=2.0)
+    handle.save(folder)
+    said = ""
+    try:
+        if rank == 0:
+            handle.load(folder)
+    except oktopk.ExchangeError as error:
+        said = str(error)
+    dist.barrier(group)
+    handle.close()
+    return said
+
+
+def test_a_rank_that_does_not_load_is_named(worlds, tmp_path):
+    said = worlds.run(2, without_one_rank, str(tmp_path))[0]
+    assert said.startswith("rank 1 did not call load_state_dict within 2 s of another rank")
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [8]), (2, [6, 8]), (9, [2, 4, 6, 8])])
@@ -57,6 +214,15 @@ def test_states_are_saved_once_and_the_last_ones_kept(tmp_path, keep, left):
             checkpoint.save_if_due(lambda step=step: asked.append(step) or {}, 0, 1)
     assert asked == [2, 4, 6, 8]
     assert checkpoint.saved_steps() == left
+
+
+def test_the_last_state_stays_until_all_ranks_have_the_next(tmp_path):
+    checkpoints = [PeriodicCheckpoint(tmp_path, every=1, keep=1) for _ in range(2)]
+    for step, ranks, left in ((1, (0, 1), [1]), (2, (0,), [1, 2]), (2, (1,), [2])):
+        for rank in ranks:
+            checkpoints[rank].after_exchange(step)
+            checkpoints[rank].save_if_due(dict, rank, 2)
+        assert checkpoints[0].saved_steps() == left
 
 
 def test_a_step_that_was_not_saved_is_named(tmp_path):

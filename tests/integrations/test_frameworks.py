@@ -79,7 +79,7 @@ def test_accelerate_saves_and_resumes_all_ranks(worlds, tmp_path):
     pytest.importorskip("accelerate", reason="pip install 'oktopk[integrations]'")
     folder = str(tmp_path / "state")
     assert_resumed(worlds.run(2, accelerate_program, folder, timeout=TIMEOUT))
-    assert (tmp_path / "state" / "oktopk-1-of-2.pt").is_file()
+    assert (tmp_path / "state" / f"oktopk-1-of-2.step-{STOP}.pt").is_file()
 
 
 def registered(group, folder: str) -> tuple[dict, dict]:
@@ -186,14 +186,15 @@ def hugging_face_program(group, folder: str) -> tuple[dict, dict]:
 def test_hugging_face_trainer_saves_and_resumes_all_ranks(worlds, tmp_path):
     pytest.importorskip("transformers", reason="pip install 'oktopk[integrations]'")
     assert_resumed(worlds.run(2, hugging_face_program, str(tmp_path), timeout=TIMEOUT))
-    assert (tmp_path / "stopped" / f"checkpoint-{STOP}" / "oktopk-1-of-2.pt").is_file()
+    saved = tmp_path / "stopped" / f"checkpoint-{STOP}"
+    assert (saved / f"oktopk-1-of-2.step-{STOP}.pt").is_file()
 
 
 def hugging_face_without_a_file(group, folder: str) -> list[str]:
     told = []
     with torchrun_environment() as rank:
         hugging_face(folder, None)
-        for lost in ("oktopk-1-of-2.pt", "oktopk-0-of-2.pt"):
+        for lost in (f"oktopk-{each}-of-2.step-{STOP}.pt" for each in (1, 0)):
             if rank == 1:
                 (Path(folder) / f"checkpoint-{STOP}" / lost).unlink()
             torch.distributed.barrier()
@@ -211,7 +212,7 @@ def test_hugging_face_without_the_file_of_one_rank_is_an_error_on_all(worlds, tm
         assert len(told) == 1  # without any file the run begins anew, with a warning
         assert told[0].startswith("FileError: ") and f"checkpoint-{STOP}" in told[0]
         assert f"their state is of step {STOP} on rank 0 but not readable on rank 1" in told[0]
-    assert "oktopk-1-of-2.pt: does not exist" in ranks[1][0]
+    assert "oktopk-1-of-2.step-*.pt: does not exist" in ranks[1][0]
 
 
 def first_tries(group, folder: str) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 from oktopk.adapters.gradient_driver import GradientDriver
 from oktopk.adapters.local_steps.outer_step import OuterOptions
 from oktopk.adapters.parameters import ParameterLayout
+from oktopk.comm.ledger import dense_allreduce
 from oktopk.methods import METHODS
 from oktopk.methods.cost_model import Work
 from oktopk.optim.presets import (
@@ -114,6 +115,12 @@ def describe_local_steps(
         f"about {format_bytes(sent)} per rank and step instead of {format_bytes(dense)} "
         f"({_percent(sent, dense)})"
     )
+
+
+def describe_buffers(nbytes: int, replicas: int, every: int) -> str:
+    """What float buffers of so many bytes add to the bytes that are announced."""
+    sent = dense_allreduce(nbytes, replicas).sent / every
+    return f"; float buffers that change add up to {format_bytes(sent)}" if sent else ""
 
 
 def _percent(sent: float, dense: float) -> str:

@@ -9,6 +9,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from oktopk.adapters.budget import Budget
+from oktopk.adapters.buffers import StepBuffers
 from oktopk.adapters.driver import Driver, OnStep
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.comm.communicator import Comm
@@ -18,6 +19,7 @@ from oktopk.engine.step import Step
 from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.optim.steps_taken import steps_taken
 from oktopk.settings import Settings
+from oktopk.stats import StepStats
 from oktopk.utils.announce import announce
 
 log = logging.getLogger("oktopk")
@@ -51,6 +53,9 @@ class GradientDriver(Driver[Parameters]):
         self.verbose = verbose
         """Whether rank 0 announces the begin of the sparse phase."""
 
+        self.buffers = StepBuffers()
+        """What puts the float buffers of the model back after a skipped step."""
+
         self.lr_factors: dict[str, float] = {}
         """By parameter: the factor by which the residual was rescaled at the start of the step."""
 
@@ -69,6 +74,11 @@ class GradientDriver(Driver[Parameters]):
             step.discard()
             raise
         return step
+
+    def report(self, stats: StepStats) -> None:
+        """Tell the user of a finished step, when what its forward has changed is settled too."""
+        self.buffers.end_step(undo=stats.skipped)
+        super().report(stats)
 
     def _warn_of_new_start(self) -> None:
         """Say so once if the optimizer continues and the residuals do not. Not in `attach`: a state

@@ -8,16 +8,30 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 
 from oktopk.adapters.driver import Driver, OnStep
 from oktopk.adapters.gathered_state import GatheredState, gather_states
-from oktopk.adapters.rank_files import NoStatesError, read_states, write_state
+from oktopk.adapters.rank_files import (
+    NoStatesError,
+    Offer,
+    moment_of,
+    offers,
+    read_states,
+    write_state,
+)
+from oktopk.adapters.state_by_rank import (
+    StateByRank,
+    name_of,
+    names_to_load,
+    refuse_shared_names,
+)
 from oktopk.comm.communicator import Comm
 from oktopk.comm.failure_detector import FailureDetector
 from oktopk.comm.ledger import Traffic
+from oktopk.comm.newest import newest_on_all
 from oktopk.engine import saved_state
 from oktopk.engine.buckets import Layout
 from oktopk.engine.saved_state import Exchanged, SavedRates
@@ -26,10 +40,14 @@ from oktopk.settings import Settings
 from oktopk.stats import StepStats
 from oktopk.utils.files import FileError
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.storage import StorageReader
+
 AgreeToLoad = Callable[[dict[str, Any], int], None]
 """Compares values of all ranks that load a state after a number of steps."""
 
 AnyDriver = TypeVar("AnyDriver", bound=Driver[Any])
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +164,47 @@ class BaseHandle(ABC, Generic[AnyDriver]):
         """
         return GatheredState(self)
 
+    @property
+    def by_rank(self) -> StateByRank:
+        """The state of this rank under its number, for `torch.distributed.checkpoint`.
+
+            dcp.save({"oktopk": handle.by_rank}, checkpoint_id=folder)
+            dcp.load({"oktopk": handle.by_rank}, checkpoint_id=folder)
+
+        `load_checkpoint` loads that of another number of ranks too.
+        """
+        return StateByRank(self, *self._place)
+
+    def load_checkpoint(
+        self,
+        checkpoint_id: Any = None,
+        *,
+        key: str = "oktopk",
+        storage_reader: StorageReader | None = None,
+    ) -> None:
+        """Load a state that `torch.distributed.checkpoint` saved under `key`, of any number of
+        ranks.
+
+        Every rank of the job must call it. The arguments are those of `dcp.load`.
+        """
+        # half a second, for those who need it
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        reader = storage_reader or FileSystemReader(checkpoint_id)
+        found = reader.read_metadata().state_dict_metadata
+        names = names_to_load(found, key, *self._place)
+        template: dict[str, Any] = {key: dict.fromkeys(names)}
+        load(template, storage_reader=reader)
+        states = [state for (state,) in template[key].values()]
+        is_own = names == [name_of(*self._place)]
+        self.load_state_dict(states[0] if is_own else states)
+
+    def _refuse_shared_names(self) -> None:
+        """Raise StateError where `torch.distributed.checkpoint` asks for the state of this rank."""
+        allowed = StateByRank.state_dict, BaseHandle.gathered_state_dict
+        refuse_shared_names(self.comm.global_rank, self._place[1], *allowed)
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact resume needs."""
@@ -157,16 +216,23 @@ class BaseHandle(ABC, Generic[AnyDriver]):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write this rank's state into a folder, beside those of the other ranks.
 
-        Every rank must call it; none waits for another. The file is `oktopk-RANK-of-WORLD.pt`.
+        Every rank must call it; none waits for another. The file is
+        `oktopk-RANK-of-WORLD.step-N.pt` after N exchanges, or `.step-N-M.pt` M local steps later.
+        The last two are kept, so that there is one of every rank if one of them cannot write.
+
+        Raises:
+            OSError: the file cannot be written; it is named. Earlier ones are still there.
         """
-        write_state(Path(folder), self.state_dict(), *self._place)
+        state = self.state_dict()
+        write_state(Path(folder), state, *self._place, moment_of(state))
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Continue from what `save` wrote into a folder, on this or another number of ranks.
 
         Every rank must call it, and they wait for each other: where one of them cannot read its
-        state, all of them raise. A rank reads its own file; with another world size it reads those
-        of all ranks, and `load_state_dict` says who takes over which residuals.
+        state, all of them raise. The newest state that all ranks have is loaded. A rank reads its
+        own file; with another world size it reads those of all ranks, and `load_state_dict` says
+        who takes over which residuals.
 
         Raises:
             FileError: the folder does not have the states that are needed.
@@ -177,16 +243,19 @@ class BaseHandle(ABC, Generic[AnyDriver]):
 
     def _read_together(self, folder: Path) -> dict[str, Any] | list[dict[str, Any]]:
         """The states of a folder that this rank needs. Collective: if a rank cannot read or use
-        them, or has those of another step, all raise `FileError` or `StateError`. Only if no rank
-        has found any state, it is `NoStatesError`."""
+        them, or there is no step whose state all have, all raise `FileError` or `StateError`. Only
+        if no rank has found any state, it is `NoStatesError`."""
         states, problem = None, None
+        self._connection.agree_to_load({}, self.step)  # names a rank that did not call it
+        found, device = offers(folder, *self._place), self.driver.parameters.device
+        chosen = self._collective(lambda: newest_on_all(found, 4, self._everyone, device))
         try:
-            states = read_states(folder, *self._place)
+            states = read_states(folder, *self._place, chosen)
             outcome = self._moment(self._parse(states))
         except NoStatesError as error:
             problem, outcome = error, "not there"
         except FileError as error:
-            problem, outcome = error, "not readable"
+            problem, outcome = error, _listed(found) if chosen is None else "not readable"
         except StateError as error:
             problem, outcome = error, "refused"
         try:
@@ -216,11 +285,13 @@ class BaseHandle(ABC, Generic[AnyDriver]):
 
         For frameworks that save what one rank has. It takes the memory of all ranks' states.
         """
-        return self._gather(self.state_dict())
+        state, device = self.state_dict(), self.driver.parameters.device
+        return self._collective(lambda: gather_states(state, self._everyone, device))
 
-    def _gather(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _collective(self, act: Callable[[], T]) -> T:
+        """Run a collective of all ranks that is no part of an exchange."""
         try:
-            return gather_states(state, self._everyone, self.driver.parameters.device)
+            return act()
         except ExchangeError as error:
             # raises one that names the rank
             self._connection.failure_detector.abort(error, self._everyone)
@@ -301,3 +372,9 @@ class BaseHandle(ABC, Generic[AnyDriver]):
         self.comm.is_attached = False
         if self._connection.owns_comm:
             self._everyone.close()
+
+
+def _listed(found: list[Offer]) -> str:
+    """The steps of the states that a rank could load, for a message; "not readable" for none."""
+    steps = [f"{step}" if not local else f"{step}-{local}" for _, step, local, _ in sorted(found)]
+    return f"of step {' and '.join(steps)}" if steps else "not readable"

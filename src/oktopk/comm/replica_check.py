@@ -3,7 +3,7 @@
 
 Buffers are not compared. DDP usually broadcasts those of rank 0 before each forward, so a
 difference does not last. With `broadcast_buffers=False`, and for running statistics between two
-forward passes, a difference is correct.
+forward passes or two exchanges of local steps, a difference is correct.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from oktopk.adapters.ddp.handle import Handle
 from oktopk.adapters.ddp.options import AttachOptions
 from oktopk.adapters.gathered_state import GatheredState
 from oktopk.adapters.rank_files import NoStatesError
+from oktopk.adapters.state_by_rank import StateByRank
 from oktopk.utils.announce import announce
 
 log = logging.getLogger("oktopk")
@@ -32,6 +33,11 @@ class Unattached:
     def gathered(self) -> GatheredState:
         """An empty state, for frameworks that save what one rank has."""
         return GatheredState(self)
+
+    @property
+    def by_rank(self) -> StateByRank:
+        """An empty state, for `torch.distributed.checkpoint`."""
+        return StateByRank(self, 0, 1)
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import shutil
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +21,7 @@ import torch
 from msgspec import Meta
 
 from oktopk.comm.communicator import Comm
+from oktopk.comm.newest import newest_on_all
 from oktopk.errors import CheckpointError
 from oktopk.train.all_or_raise import all_or_raise
 from oktopk.utils.files import (
@@ -30,6 +30,7 @@ from oktopk.utils.files import (
     read_json,
     read_tensors,
     write_atomically,
+    write_tensors,
 )
 
 log = logging.getLogger("oktopk")
@@ -92,7 +93,6 @@ def _write_all(target: Path, contents: dict[str, Any]) -> dict[str, FileInfo]:
             written[name] = _write(target / name, content)
     except OSError as error:
         for name in contents:
-            (target / f"{name}.part").unlink(missing_ok=True)
             (target / name).unlink(missing_ok=True)
         kept = any(target.parent.glob(f"step-*/{COMPLETE}"))
         advice = "Earlier checkpoints are kept: make room and continue with --resume"
@@ -104,19 +104,8 @@ def _write_all(target: Path, contents: dict[str, Any]) -> dict[str, FileInfo]:
 
 
 def _write(path: Path, content: Any) -> FileInfo:
-    draft = path.with_name(f"{path.name}.part")
-    try:
-        torch.save(content, draft)
-    except RuntimeError as error:  # what torch raises when the disk is full
-        raise OSError(f"{draft}: {error}") from error
-    _sync_to_disk(draft)
-    draft.replace(path)
+    write_tensors(path, content)
     return FileInfo(path.stat().st_size, _digest(path))
-
-
-def _sync_to_disk(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _digest(path: Path) -> str:
@@ -176,13 +165,10 @@ def find(folder: Path, comm: Comm, device: torch.device) -> Path | None:
         int(path.parent.name.removeprefix("step-")): path.parent
         for path in folder.glob(f"step-{'[0-9]' * 8}/{COMPLETE}")
     }
-    good = sorted(step for step, path in steps.items() if _is_intact(path, comm))
-    newest = torch.full((8,), -1, dtype=torch.int64)
-    newest[: len(good[-8:])] = torch.tensor(good[-8:], dtype=torch.int64)
-    lists = comm.all_gather_header(newest.to(device), stage="checkpoint").tolist()
-    common = set.intersection(*(set(steps) for steps in lists)) - {-1}
-    if common:
-        return step_folder(folder, max(common))
+    good = [(step,) for step, path in steps.items() if _is_intact(path, comm)]
+    common = newest_on_all(good, 1, comm, device)
+    if common is not None:
+        return step_folder(folder, *common)
     if any(comm.all_gather_size(len(steps), device, stage="checkpoint")):
         raise CheckpointError(
             f"no checkpoint in {folder} is intact on every rank; to start over, move the folder "

@@ -140,6 +140,37 @@ def read_tensors(path: Path) -> Any:
         raise file_error(path, problem) from error
 
 
+def write_tensors(path: Path, content: Any) -> None:
+    """Write what `read_tensors` reads. After a full disk or a crash the previous file is there.
+
+    OSError, with the name of the file, if it cannot be written: torch itself tells of a full disk
+    by a position that is not what it expected.
+    """
+    import torch
+
+    draft = path.with_name(f".{path.name}.part")
+    try:
+        with draft.open("wb") as file:  # not the name: only a file of Python's says what was wrong
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except (OSError, RuntimeError) as error:
+        cause = _os_error_in(error)
+        if cause is None:
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _os_error_in(error: BaseException | None) -> OSError | None:
+    """The error of the operating system that led to an error."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 def write_atomically(path: Path, content: str) -> None:
     """Write a file so that after a full disk or a crash the previous one is still there."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from oktopk.adapters.announcement import tell
 from oktopk.adapters.budget import AUTO, BudgetOptions, budget_options, start_budget
+from oktopk.adapters.buffers import StepBuffers
 from oktopk.adapters.compile_kernels import compile_kernels
 from oktopk.adapters.connect import agree_by_store, connect
 from oktopk.adapters.ddp.communication_thread import ReadyBucket
@@ -283,6 +284,7 @@ def _start(
 
     with ExitStack() as undo:  # nothing is left behind where one of these fails
         driver, failure_detector, everyone = _driver(job, settings, options, on_step, comm, undo)
+        driver.buffers = StepBuffers(job.model)
         own = driver.comm
         connection = Connection(
             failure_detector=failure_detector,

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -26,6 +27,8 @@ from oktopk.optim.staleness import StalenessCorrection
 from oktopk.utils.announce import announce
 from oktopk.utils.arguments import integer
 from oktopk.utils.units import format_bytes
+
+T = TypeVar("T")
 
 
 class Handle(BaseHandle[StepDriver]):
@@ -170,10 +173,10 @@ class Handle(BaseHandle[StepDriver]):
         Of the last exchange that ended, also while another one is under way, and from any thread.
         It belongs to the weights after `optimizer.step()`: between backward and that step, what was
         delivered is in neither (docs/pitfalls.md). The keys are the same on every rank and at any
-        time, so a fresh handle's state is a template for `torch.distributed.checkpoint`; frozen
-        parameters have no keys. The residuals are this rank's own: save one file per rank, or use
-        `gathered_state_dict`.
+        time; frozen parameters have no keys. The residuals are this rank's own: save one file per
+        rank, or use `by_rank` or `gathered_state_dict`.
         """
+        self._refuse_shared_names()
         engine = self.driver.engine
         with engine.lock:
             text = self._metadata(self.driver.buckets.settled, self.driver.scaling.save())
@@ -191,8 +194,11 @@ class Handle(BaseHandle[StepDriver]):
             ExchangeError: another rank did not call it in time, or died.
             RuntimeError: it was called from `on_step`, or the handle was closed.
         """
-        state = self.state_dict()
-        return self.thread.call(lambda: self._gather(state))
+        return super().gathered_state_dict()
+
+    def _collective(self, act: Callable[[], T]) -> T:
+        collective = super()._collective
+        return self.thread.call(lambda: collective(act))
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Continue where `state_dict` was taken: the same bits as a run that never stopped.
@@ -235,6 +241,7 @@ class Handle(BaseHandle[StepDriver]):
         if self._step_hook is not None:
             self._step_hook.remove()
         self._staleness.close()
+        self.driver.buffers.close()
         self._finalizer()
         self._close_comm()
 

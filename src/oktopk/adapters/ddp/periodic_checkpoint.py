@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from oktopk.adapters.rank_files import has_states, write_state
+from oktopk.adapters.rank_files import has_states, is_complete, write_state
 from oktopk.utils.files import file_error
 
 
@@ -53,8 +53,9 @@ class PeriodicCheckpoint:
         if self._due is None:
             return
         step, self._due = self._due, None
-        write_state(self.folder_of(step), state(), rank, world_size)
-        if rank == 0:
-            older = [known for known in self.saved_steps() if known < step]
-            for old in older[: len(older) + 1 - self._keep]:
-                shutil.rmtree(self.folder_of(old), ignore_errors=True)
+        write_state(self.folder_of(step), state(), rank, world_size, (step, 0))
+        older = [known for known in self.saved_steps() if known < step]
+        # one more as long as other ranks may still fail to write theirs; the last one removes it
+        kept = self._keep - is_complete(self.folder_of(step), world_size)
+        for old in older[: max(len(older) - kept, 0)]:
+            shutil.rmtree(self.folder_of(old), ignore_errors=True)

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from oktopk.adapters.announcement import tell
 from oktopk.adapters.axes import connect_axes
+from oktopk.adapters.buffers import StepBuffers
 from oktopk.adapters.compile_kernels import compile_kernels
 from oktopk.adapters.connect import agree_by_store, describe_group, describe_parameters
 from oktopk.adapters.driver import OnStep
@@ -176,6 +177,7 @@ def attach_fsdp(
     is_first = dist.get_rank() == 0
     compile_kernels(job.parameters.parameters.values(), tell=is_first and verbose)
     handle = _start(job, settings, check_every, on_step, verbose=verbose)
+    handle.driver.buffers = StepBuffers(model)
     if is_first:
         tell(handle.driver, total_steps, verbose=verbose)
     return handle

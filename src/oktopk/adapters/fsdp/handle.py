@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -121,6 +121,11 @@ class FSDPHandle(BaseHandle[ShardDriver]):
         load_distributed(template, storage_reader=reader)
         self.load_state_dict(template[key])
 
+    @property
+    def by_rank(self) -> NoReturn:
+        """Not for a sharded model, whose state `torch.distributed.checkpoint` saves as it is."""
+        raise TypeError(f"the state of a sharded model is not saved by rank: {USE_DCP}")
+
     def gathered_state_dict(self) -> dict[str, Any]:
         """Not for a sharded model, whose state does not fit one rank."""
         raise TypeError(f"the state of a sharded model is not gathered on one rank: {USE_DCP}")
@@ -144,6 +149,7 @@ class FSDPHandle(BaseHandle[ShardDriver]):
         for module in self.driver.parameters.modules:
             module.hook(refuse_backward)
         self._staleness.close()
+        self.driver.buffers.close()
         self._finalizer()
         self._close_comm()
 

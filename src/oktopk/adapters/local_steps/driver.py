@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from oktopk.adapters.budget import Budget
+from oktopk.adapters.buffers import RoundBuffers
 from oktopk.adapters.driver import Driver, OnStep
 from oktopk.adapters.local_steps.agreement import Notice, by_value, tell
 from oktopk.adapters.local_steps.background import Job
@@ -32,6 +33,7 @@ from oktopk.adapters.side_stream import share
 from oktopk.comm.communicator import Comm
 from oktopk.comm.replica_check import check_replicas, checksum
 from oktopk.engine.shards import UNSHARDED, Shards
+from oktopk.engine.step import Step
 from oktopk.settings import Settings
 from oktopk.stats import StepStats
 
@@ -78,9 +80,11 @@ class RoundDriver(Driver[ParameterLayout]):
         budget: Budget | None = None,
         head_start: int = 0,
         shards: Shards = UNSHARDED,
+        buffers: RoundBuffers | None = None,
     ) -> None:
         super().__init__(settings, comm, parameters, on_step, budget, shards)
         self.options = options
+        self.buffers = RoundBuffers() if buffers is None else buffers
         self.head_start = head_start
         """Optimizer steps by which the first round is shorter, so that fragments take turns."""
 
@@ -125,6 +129,7 @@ class RoundDriver(Driver[ParameterLayout]):
         weights = self.parameters.stored()
         for name, view in self.views(self.anchor).items():
             view.copy_(weights[name].detach())
+        self.buffers.set_anchor()
 
     @property
     def is_due(self) -> bool:
@@ -151,6 +156,7 @@ class RoundDriver(Driver[ParameterLayout]):
 
         It is the exchange of this number among those of all fragments.
         """
+        self.buffers.take()
         change = self._weight_change()
         stats = replace(self._run(change, self._notice(), self.local_steps), step=number)
         self._set_weights(stats)
@@ -160,6 +166,7 @@ class RoundDriver(Driver[ParameterLayout]):
     def launch(self, submit: Submit) -> None:
         """End the round, and exchange the weight changes in the background."""
         change, counts = self._weight_change(), self.counts
+        self.buffers.take()
         weights = {name: p.detach().clone() for name, p in self.parameters.stored().items()}
         if self.engine.residual is not None:  # of a state, or of an exchange on this thread
             share(self.engine.residual)
@@ -200,12 +207,14 @@ class RoundDriver(Driver[ParameterLayout]):
             self._check_replicas(step.plan.step)
             self.revise_budget(step.plan)
             step.add_bucket(0, change)
+            means = self._buffer_means(step)
             stats = self.engine.finish(step)
         except BaseException:
             step.discard()
             raise
         if not stats.skipped:
             outer_step_(self.anchor, change, self.momentum, self.options)
+            self.buffers.anchor = self.buffers.anchor | means
         self.note_seconds(stats, begun)
         return stats
 
@@ -230,6 +239,13 @@ class RoundDriver(Driver[ParameterLayout]):
         if len(moves) == 1 and self.rank == self.number == 0:
             log.warning(SAME_MOVES, self.comm.size)
 
+    def _buffer_means(self, step: Step) -> dict[str, Tensor]:
+        """The means of the float buffers, inside a site first where it has several ranks."""
+        comms = [comm for comm in (self.engine.shards.comm, self.comm) if comm is not None]
+        where = f"rank {self.comm.global_rank}, exchange {step.plan.step}"
+        with step.recorder.clock("exchange"):
+            return self.buffers.means(comms, self.parameters.device, where)
+
     def _weight_change(self) -> Tensor:
         """Weights after the last exchange minus weights now, flat: the outer gradient of DiLoCo."""
         change = torch.empty_like(self.anchor)
@@ -248,12 +264,14 @@ class RoundDriver(Driver[ParameterLayout]):
         if stats.skipped or launched is None:
             self.return_to_anchor()
             return
+        self.buffers.return_to_anchor()  # means of variances stay such; sums with moves may not
         for name, anchor in self.views(self.anchor).items():
             now = weights[name]
             now.copy_(landed(anchor, now, launched[name], self.options.mixing))
 
     def return_to_anchor(self) -> None:
-        """Set the weights to those after the last exchange, the same on every rank."""
+        """Set weights and buffers to those after the last exchange, the same on every rank."""
+        self.buffers.return_to_anchor()
         weights = self.parameters.stored()
         for name, anchor in self.views(self.anchor).items():
             weights[name].detach().copy_(anchor)

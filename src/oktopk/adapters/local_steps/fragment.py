@@ -18,6 +18,7 @@ from oktopk.adapters.local_steps.driver import InFlight, RoundDriver
 from oktopk.adapters.local_steps.outer_step import SHARED_METHOD
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.engine.saved_state import Exchanged, SavedRates
+from oktopk.errors import StateError
 
 
 class Fragment(BaseHandle[RoundDriver]):
@@ -45,6 +46,7 @@ class Fragment(BaseHandle[RoundDriver]):
             "momentum": _copies(momentum),
             "launched": {} if in_flight is None else _copies(in_flight.weights),
             "launched_stats": local_state.write_stats(stats),
+            **driver.buffers.state_dict(),
             "local_steps": driver.local_steps,
             "metadata": self._metadata([], SavedRates(rates={}, peaks={}, scale=None)),
         }
@@ -60,7 +62,7 @@ class Fragment(BaseHandle[RoundDriver]):
         """
         rank, world_size = self._place
         local_state.check_shards(state, self.driver.engine.shards.size, rank, world_size)
-        return local_state.load(
+        saved = local_state.load(
             state,
             super()._parse(state),
             rank=rank,
@@ -69,6 +71,11 @@ class Fragment(BaseHandle[RoundDriver]):
             mixing=self.driver.options.mixing,
             roll_back=roll_back,
         )
+        try:
+            self.driver.buffers.check(saved.round.buffers, saved.round.buffer_anchor)
+        except StateError as error:
+            raise StateError(f"rank {rank}: {error}") from None
+        return saved
 
     def load_saved(self, saved: local_state.SavedLocalSteps) -> None:
         """Take over a state that was read."""
@@ -84,6 +91,7 @@ class Fragment(BaseHandle[RoundDriver]):
                 for name, view in driver.views(driver.momentum).items():
                     if name in each.momentum:
                         view.copy_(each.momentum[name])
+            driver.buffers.load(each.buffers, each.buffer_anchor)
             driver.local_steps = driver.loaded_steps = each.local_steps
             driver.in_flight = self._in_flight(each)
             driver.num_steps, driver.notices = 0, []

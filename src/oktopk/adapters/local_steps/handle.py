@@ -194,14 +194,15 @@ class LocalSteps(BaseHandle[RoundDriver]):
     def state_dict(self) -> dict[str, Any]:
         """All that a bit-exact resume needs, between exchanges as well as right after one.
 
-        It has this rank's weights, the weights after the last exchange (`anchor`), the residual,
-        the outer momentum, thresholds, bounds and counters. It waits for an exchange in flight, and
-        has the weights at its launch (`launched`) and its statistics too, so that it is applied at
-        the same step as in a run that never stopped. The keys are the same on every rank and at any
-        time; with several fragments `fragments` has the states of all. Inside a round the weights
-        and the residual are this rank's own: save one file per rank, or use `gathered_state_dict`.
-        The optimizer's state is each rank's own too, and is not part of it.
+        It has this rank's weights and float buffers, those after the last exchange (`anchor`), the
+        residual, the outer momentum, thresholds, bounds and counters. It waits for an exchange in
+        flight, and has the weights at its launch (`launched`) and its statistics too, so that it is
+        applied at the same step as in a run that never stopped. The keys are the same on every rank
+        and at any time; with several fragments `fragments` has the states of all. Inside a round
+        the weights and the residual are this rank's own: save one file per rank, or use
+        `gathered_state_dict`. The optimizer's state is each rank's own too, and is not part of it.
         """
+        self._refuse_shared_names()
         self._wait()
         states = [fragment.state_dict() for fragment in self.fragments]
         return states[0] if len(states) == 1 else {local_state.FRAGMENTS: states}
@@ -218,11 +219,11 @@ class LocalSteps(BaseHandle[RoundDriver]):
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Continue where `state_dict` was taken: the same bits as a run that never stopped.
 
-        Sets the weights of the model too. Takes this rank's own state, what `gathered_state_dict`
-        returned, or a list of all ranks' states. The last two may be of another world size: rank r
-        then takes over the residuals of ranks r, r+P, ..., and an exchange in flight is applied
-        while loading. Every rank must call it; in the middle of training the ranks wait for each
-        other. What this handle has in flight is dropped.
+        Sets the weights and float buffers of the model too. Takes this rank's own state, what
+        `gathered_state_dict` returned, or a list of all ranks' states. The last two may be of
+        another world size: rank r then takes over the residuals of ranks r, r+P, ..., and an
+        exchange in flight is applied while loading. Every rank must call it; in the middle of
+        training the ranks wait for each other. What this handle has in flight is dropped.
         """
         self._wait()
         saved = self._read(state)
@@ -367,6 +368,10 @@ class LocalSteps(BaseHandle[RoundDriver]):
             if stats.skipped:
                 self._last = driver  # others may have landed: `stats` tells of the skip
                 driver.raise_if_asked(stats)
+
+    def _collective(self, act: Callable[[], T]) -> T:
+        self._wait()  # collectives leave one after the other
+        return super()._collective(act)
 
     def _wait(self) -> None:
         """Wait for what is in flight, without applying it."""

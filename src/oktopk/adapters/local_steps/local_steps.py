@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from oktopk.adapters.announcement import describe_local_steps
+from oktopk.adapters.announcement import describe_buffers, describe_local_steps
 from oktopk.adapters.budget import AUTO, Budget, BudgetOptions, budget_options, start_budget
+from oktopk.adapters.buffers import RoundBuffers, described_buffers
 from oktopk.adapters.compile_kernels import compile_kernels
 from oktopk.adapters.connect import describe_parameters
 from oktopk.adapters.driver import OnStep
@@ -100,7 +101,8 @@ def local_steps(
     Args:
         model: any module on one device; or a `DistributedDataParallel` of the ranks of one site, or
             one that `fully_shard` shards over them, with `group` across sites. Only parameters that
-            require gradients are exchanged; buffers are not.
+            require gradients are exchanged, and float buffers that its state dict has, such as the
+            statistics of batch norm: their means over ranks replace them.
         optimizer: any optimizer, or a scheduler of it. Its state stays on each rank.
         every: optimizer steps between two exchanges.
         density: fraction of the entries that an exchange delivers, in (0, 1]; or `auto`: every rank
@@ -134,7 +136,7 @@ def local_steps(
         exact_every: exchanges between exact thresholds (`oktopk`).
         bounds_every: exchanges between updates of the region bounds (`oktopk`).
         on_nonfinite: when the weights of a rank have a NaN or Inf, all ranks go back to the weights
-            of the last exchange, and `skip` the exchange or `raise`.
+            and float buffers of the last exchange, and `skip` the exchange or `raise`.
         on_step: called with the `StepStats` of every finished exchange. An error in it is logged.
         check_every: exchanges between comparisons of the weights of all ranks; 0 is never.
         verbose: rank 0 announces in one line what will be exchanged, and the bytes.
@@ -213,7 +215,8 @@ def local_steps(
     driver = handle.driver
     if verbose and driver.rank == 0:
         sizes, is_auto = (handle.comm.size, driver.engine.shards.size), budget is not None
-        announce(describe_local_steps(handle.settings, parameters, *sizes, options, is_auto))
+        line = describe_local_steps(handle.settings, parameters, *sizes, options, is_auto)
+        announce(line + describe_buffers(driver.buffers.nbytes, sizes[0], every))
     return handle
 
 
@@ -249,6 +252,7 @@ def _start(
     check_devices(list(job.parameters.parameters.values()), backends, "local_steps")
     arguments = _arguments(job, settings, options, auto)
     values = arguments | described | describe_parameters(job.parameters)
+    values |= described_buffers(job.model)
     prefix = job.ranks.agree(values, "local_steps", "oktopk.local_steps")
 
     def agree_to_load(values: dict[str, Any], step: int) -> None:
@@ -259,10 +263,13 @@ def _start(
         if job.shares_density:
             settings = replace(settings, shared_by=links.comm.size)
         budgets = _take_over(job, settings, auto, links)
-        parts = zip(job.fragments, budgets, _head_starts(options), links.shards, strict=True)
+        buffers = [RoundBuffers(job.model), *(RoundBuffers() for _ in job.fragments[1:])]
+        each = budgets, _head_starts(options), links.shards, buffers
         drivers = [
-            RoundDriver(settings, links.comm, parameters, options, on_step, budget, start, shards)
-            for parameters, budget, start, shards in parts
+            RoundDriver(
+                settings, links.comm, parameters, options, on_step, budget, start, shards, own
+            )
+            for parameters, budget, start, shards, own in zip(job.fragments, *each, strict=True)
         ]
         connection = Connection(
             failure_detector=links.failure_detector,

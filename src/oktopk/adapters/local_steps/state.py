@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `LocalSteps` saves beside the residual: weights, anchor, momentum, steps of the round,
-and what is in flight.
+"""What `LocalSteps` saves beside the residual: weights, float buffers, their anchors, momentum,
+steps of the round, and what is in flight.
 
 The ranks leave the anchor by different amounts, so a state that is taken inside a round belongs to
 one rank. Anchor and momentum are the same on every rank. With several fragments the state of a rank
@@ -18,6 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from oktopk.adapters.buffers import FLOATS
 from oktopk.adapters.local_steps.outer_step import landed
 from oktopk.engine.saved_state import (
     DTYPES,
@@ -32,7 +33,6 @@ from oktopk.methods.state import Count
 from oktopk.sparse import acc_dtype
 from oktopk.stats import StepStats
 
-WEIGHT_DTYPES = (*DTYPES, torch.float16, torch.bfloat16)
 KEYS = ("anchor", "weights", "momentum", "local_steps")
 FRAGMENTS = "fragments"
 """Key of the states of all fragments in the state of a rank that has several."""
@@ -60,6 +60,12 @@ class Round:
     stats: StepStats | None
     """Of the exchange that is in flight: its result is in the anchor already."""
 
+    buffers: dict[str, Tensor]
+    """The float buffers now; empty in a fragment without any."""
+
+    buffer_anchor: dict[str, Tensor]
+    """The float buffers after the last exchange."""
+
     def landed(self, mixing: float, *, roll_back: bool) -> Round:
         """The same with nothing in flight: what was launched is applied, or all is rolled back."""
         if self.stats is None and not roll_back:
@@ -71,7 +77,8 @@ class Round:
             for name, anchor in self.anchor.items()
         }
         weights = {name: weight.to(self.weights[name].dtype) for name, weight in weights.items()}
-        return replace(self, weights=weights, launched={}, stats=None)
+        buffers = self.buffers | self.buffer_anchor
+        return replace(self, weights=weights, launched={}, stats=None, buffers=buffers)
 
     def change(self, name: str) -> Tensor:
         """What the weights of a parameter have changed by since the last exchange."""
@@ -159,8 +166,10 @@ def _resharded(saved: Saved, rounds: list[Round], mine: Sequence[Round]) -> Save
         if all(torch.isfinite(x).all() for x in each.weights.values()):  # else it is rolled back
             for name, residual in residuals.items():
                 residual.add_(each.change(name))
-    weights = mine[0].weights if mine else first.anchor
-    return _joined(Saved(saved.metadata, residuals, saved.arrived), replace(first, weights=weights))
+    own = {"weights": first.anchor, "buffers": first.buffer_anchor}
+    if mine:
+        own = {"weights": mine[0].weights, "buffers": mine[0].buffers}
+    return _joined(Saved(saved.metadata, residuals, saved.arrived), replace(first, **own))
 
 
 def _joined(saved: Saved, each: Round) -> SavedLocalSteps:
@@ -186,14 +195,17 @@ def _parse(state: Any) -> Round:
     for name, x in anchor.items():
         if not torch.isfinite(x).all():
             raise StateError(f"the anchor of {name!r} has a NaN or Inf: load an older checkpoint")
-    weights = checked_tensors(state["weights"], "weights", WEIGHT_DTYPES)
+    weights = checked_tensors(state["weights"], "weights", FLOATS)
     momentum = checked_tensors(state["momentum"], "momentum", DTYPES)
     # a state that was saved before there was a delay has neither
-    launched = checked_tensors(state.get("launched", {}), "launched", WEIGHT_DTYPES)
+    launched = checked_tensors(state.get("launched", {}), "launched", FLOATS)
     stats = _parse_stats(state.get("launched_stats", ""))
     if (stats is None) != (not launched) or (launched and launched.keys() != weights.keys()):
         raise StateError("'launched' and 'launched_stats' of the state do not fit each other")
-    return Round(local_steps, anchor, weights, momentum, launched, stats)
+    # nor have states that were saved before buffers were exchanged
+    buffers = checked_tensors(state.get("buffers", {}), "buffers", FLOATS)
+    buffer_anchor = checked_tensors(state.get("buffer_anchor", {}), "buffer_anchor", FLOATS)
+    return Round(local_steps, anchor, weights, momentum, launched, stats, buffers, buffer_anchor)
 
 
 def write_stats(stats: StepStats | None) -> str:
@@ -235,7 +247,7 @@ def _fitted(each: Round, parameters: Mapping[str, Tensor]) -> Round:
     momentum = {name: x for name, x in each.momentum.items() if name in parameters}
     launched = {name: each.launched.get(name, x) for name, x in weights.items()}
     launched = launched if each.launched else {}
-    return Round(each.local_steps, anchor, weights, momentum, launched, each.stats)
+    return replace(each, anchor=anchor, weights=weights, momentum=momentum, launched=launched)
 
 
 def by_fragment(state: Any, num: int, rank: int) -> list[Any]:

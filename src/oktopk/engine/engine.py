@@ -131,7 +131,7 @@ class Engine:
         plan = self.plan()
         if plan.phase == "sparse":
             check_indexable(self.buckets.numels, self.settings.scope)
-        self.comm.nonfinite = False
+        self.comm.begin_step()
         if plan.whole_model:
             states = [copy(self.model_state)]
         elif plan.phase == "sparse":

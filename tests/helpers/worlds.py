@@ -34,6 +34,7 @@ def warm_kernels() -> None:
         kernels.apply_result_(x.clone(), x, local, local, 2)
         kernels.count_at_least(x, [3.0])
         kernels.trim(kernels.select(x, 5.0, 300)[0], 5.0, 30)
+        kernels.ascend_within(local.indices, 0, x.numel())
     low, high = torch.empty(1, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
     kernels.encode_elias_fano(torch.tensor([3, 9], dtype=torch.int32), 0, 3, low, high)
     kernels.decode_elias_fano(low, high, 0, 3, torch.empty(2, dtype=torch.int32))

@@ -16,6 +16,7 @@ from laws import (
     assert_nothing_is_lost,
     simulated,
 )
+from oktopk import METHODS, Reducer, simulate
 from oktopk.wire.codec import CODECS
 from streams import STREAMS
 
@@ -81,3 +82,23 @@ def test_rounded_averages_over_senders_lose_nothing(method, P, wire):
     ranks = simulated(P, method, 1000, 0.05, "heavy", 12, torch.float32, **how)
     assert_all_agree(ranks)
     assert_nothing_is_lost(ranks, tolerance=1e-5)
+
+
+def reduced_signs(comm, method, n, k):
+    """What arrives of one step in which all magnitudes are equal, as with the moves of Lion."""
+    reducer = Reducer(n, method=method, density=k / n, comm=comm, average="senders")
+    signs = torch.randn(n, generator=torch.Generator().manual_seed(comm.rank)).sign()
+    stats = reducer.reduce_(signs)
+    return stats.local, stats.result, signs
+
+
+@pytest.mark.parametrize("method", [name for name, row in METHODS.items() if row.name != "dense"])
+@pytest.mark.parametrize("P", [1, 2, 3, 7])
+@pytest.mark.parametrize(("n", "k"), [(400, 20), (401, 60), (400, 200), (7, 1), (5, 5)])
+def test_ranks_with_equal_magnitudes_select_different_entries(method, P, n, k):
+    """Where all that was selected is delivered: as many distinct entries as there can be."""
+    ranks = simulate(P, lambda comm: reduced_signs(comm, method, n, k))
+    arrives = k if METHODS[method].keeps_k else min(n, P * k)
+    for num_local, num_result, average in ranks:
+        assert num_local == k and num_result == arrives
+        assert average.equal(ranks[0][2])

@@ -100,6 +100,8 @@ class Engine:
             exact_every=exact_every,
             bounds_every=self.settings.bounds_every,
             short_bytes=self.settings.short_bytes,
+            rank=self.comm.rank,
+            size=self.comm.size,
         )
         self.group_states = [copy(state) for _ in self.buckets.groups]
         self.model_state = replace(state, exact_every=1)

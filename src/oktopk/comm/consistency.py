@@ -18,6 +18,7 @@ from contextlib import suppress
 from hashlib import sha256
 from threading import Event
 from time import monotonic
+from typing import Any
 
 import torch
 
@@ -44,6 +45,7 @@ def check_consistency(comm: Comm, device: torch.device, values: Mapping[str, obj
 
 
 def _read_values(comm: Comm, peer: int, row: bytes) -> dict[str, object]:
+    values: Any
     try:
         values = json.loads(row)
     except ValueError:

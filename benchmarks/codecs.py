@@ -22,6 +22,7 @@ from collections.abc import Callable
 import torch
 
 from experiment import Experiment
+from oktopk import kernels
 from oktopk.methods.selection import top_k
 from oktopk.sparse import Sparse
 from oktopk.wire import codec
@@ -95,12 +96,15 @@ def milliseconds(run: Callable[[], object]) -> float:
     return min(taken)
 
 
-def costs(entries: Sparse, name: CodecName) -> tuple[float, float]:
-    """Milliseconds to encode a million entries and to decode them, on one core."""
+def costs(entries: Sparse, name: CodecName) -> tuple[float, float, float]:
+    """Milliseconds to encode a million entries and to decode them, on one core; and those of
+    decoding in which the indices are checked."""
     words, _, told = encoded(entries, name)
     indices, values = torch.empty_like(entries.indices), torch.empty_like(entries.values)
     encode = milliseconds(lambda: encoded(entries, name))
-    return encode, milliseconds(lambda: codec.decode(words, told, name, indices, values))
+    decode = milliseconds(lambda: codec.decode(words, told, name, indices, values))
+    check = milliseconds(lambda: kernels.ascend_within(indices, told.lo, told.hi))
+    return encode, decode, check
 
 
 def show(density: float) -> None:
@@ -110,7 +114,7 @@ def show(density: float) -> None:
     floor = floor_of_positions(density)
     print(f"floor of positions that lie evenly at {density:.0%}: {floor:.2f} bits\n")
     title = "".join(f"{name:>20}" for name in columns)
-    print(f"{'bits, energy lost':18}{title}{'encode':>10}{'decode':>8}")
+    print(f"{'bits, energy lost':18}{title}{'encode':>10}{'decode':>8}{'check':>8}")
     everything = a_million([each for some in columns.values() for each in some])
     for name in CODECS:
         row = f"{name:18}"
@@ -118,9 +122,10 @@ def show(density: float) -> None:
             mean_bits = statistics.mean(bits(each, name) for each in some)
             mean_lost = statistics.mean(energy_lost(each, name) for each in some)
             row += f"{mean_bits:12.2f}{mean_lost:8.2%}"
-        encode, decode = costs(everything, name)
-        print(f"{row}{encode:10.1f}{decode:8.1f}", flush=True)
+        encode, decode, check = costs(everything, name)
+        print(f"{row}{encode:10.1f}{decode:8.1f}{check:8.2f}", flush=True)
     print("\nencode, decode: milliseconds for a million of these entries, one core")
+    print("check: those of decode in which the indices are checked, as they came from another rank")
 
 
 def main() -> None:

@@ -18,11 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 
-from torture import cluster, commands, faults, feeding, inputs
+from torture import cluster, commands, faults, feeding, input_messages, inputs
 from torture.trial import SkippedError, Trial
 from torture.verdicts import Finding, Progress, Result, write
 
 FAULTS = faults.KINDS | cluster.KINDS | commands.KINDS
+READ = inputs.KINDS | input_messages.KINDS
 MILLION = 1_000_000  # seeds of a run: no two trials have the same
 
 NO_DNS = "attempts:0"
@@ -37,20 +38,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, help="trials with processes (300; 1 with --only)")
     parser.add_argument("--inputs", type=int, help="odd inputs (10000; 1 with --only)")
+    parser.add_argument("--messages", type=int, help="damaged messages (20000; 1 with --only)")
     parser.add_argument("--minutes", type=float, default=60.0, help="nothing starts after that")
     parser.add_argument("--jobs", type=int, default=1, help="at a time (%(default)s)")
-    groups = {"faults": FAULTS, "inputs": inputs.KINDS}
-    known = ", ".join([*groups, *FAULTS, *inputs.KINDS])
+    groups = {"faults": FAULTS, "inputs": inputs.KINDS, "messages": input_messages.KINDS}
+    known = ", ".join([*groups, *FAULTS, *READ])
     parser.add_argument("--only", help=f"kinds, with commas: {known}")
     parser.add_argument("--out", type=Path, help="report and evidence (a new folder in the temp)")
     args = parser.parse_args()
-    asked = (args.only or "faults,inputs").split(",")
+    asked = (args.only or "faults,inputs,messages").split(",")
     args.kinds = [kind for name in asked for kind in groups.get(name, [name])]
-    if unknown := set(args.kinds) - {*FAULTS, *inputs.KINDS}:
+    if unknown := set(args.kinds) - {*FAULTS, *READ}:
         parser.error(f"no such kind: {', '.join(sorted(unknown))}")
-    for name, most, known in (("faults", 300, FAULTS), ("inputs", 10_000, inputs.KINDS)):
+    for name, most in (("faults", 300), ("inputs", 10_000), ("messages", 20_000)):
         if getattr(args, name) is None:
-            own = [kind for kind in args.kinds if kind in known]
+            own = [kind for kind in args.kinds if kind in groups[name]]
             setattr(args, name, len(own) if args.only else most)
     return args
 
@@ -99,6 +101,9 @@ def main() -> int:
     deadline = time.monotonic() + 60 * args.minutes
     progress, results = Progress(deadline), []
     fed = planned([kind for kind in args.kinds if kind in inputs.KINDS], args.inputs, args)
+    fed += planned(
+        [kind for kind in args.kinds if kind in input_messages.KINDS], args.messages, args
+    )
     tried = planned([kind for kind in args.kinds if kind in FAULTS], args.faults, args)
     print(f"{len(tried)} faults and {len(fed)} inputs, {args.minutes:g} minutes; {out}", flush=True)
     # inputs are quick: they may have a third of the time, faults the rest

@@ -13,7 +13,7 @@ import torch
 from torture import world
 from torture.processes import Child
 from torture.ranks import Plant
-from torture.trial import STEPS, WARMUP, Kind, Trial
+from torture.trial import EVERY, STEPS, WARMUP, Kind, Trial
 from torture.verdicts import Finding
 
 PLAIN = Plant("none")
@@ -262,6 +262,56 @@ def full_disk(trial: Trial) -> list[Finding]:
     return world.failed_clearly(ends, victim) or world.resumed(jobs, reference)
 
 
+def damaged_message(trial: Trial) -> list[Finding]:
+    """A rank sends damaged messages: all ranks end, and name it."""
+    jobs = trial.jobs(("oktopk", "topka", "topkdsa", "gtopk", "gaussiank"))
+    reference, victim = trial.reference(jobs), trial.victim(jobs)
+    step = trial.rng.randrange(STEPS - EVERY if trial.is_local else STEPS - 1)
+    trial.what += f": damage from step {step} on"
+    ends = world.run(world.with_plant(jobs, victim, Plant("damage", "forward", step)))
+    names = (f"what came from rank {victim} is no message",)
+    return world.failed_clearly(ends, -1, names) or world.resumed(jobs, reference)
+
+
+def loaded_late(trial: Trial) -> list[Finding]:
+    """Weights that all ranks load in the middle of the training are where it goes on from."""
+    jobs = trial.jobs()
+    step, seed = trial.rng.randrange(STEPS - EVERY), trial.rng.randrange(99)
+    trial.what += f": loaded in step {step}"
+    for rank in range(len(jobs)):
+        jobs = world.with_plant(jobs, rank, Plant("load", "forward", step, number=seed))
+    ends = world.run(jobs)
+    found = world.finished_alike(ends, [ends[0]] * len(ends))
+    due = step // EVERY * EVERY + EVERY - 1  # the step that ends with an exchange
+    for rank, one in enumerate(ends if not found else ()):
+        far = {each["step"]: each["far"] for each in one.notes["steps"] if "far" in each}
+        most = 2 * max(far.values()) if due == step else 3 * max(far[due - 1], 0.1)
+        if far[due] > most:
+            text = f"rank {rank} was {far[due]:.3g} from the weights after their first exchange"
+            found.append(Finding("lost", f"{text}, {far.get(due - 1, 0):.3g} before"))
+    return found
+
+
+def loaded_by_one(trial: Trial) -> list[Finding]:
+    """Weights that only one rank loads are refused on all ranks."""
+    jobs = trial.jobs()
+    victim, step = trial.victim(jobs), trial.rng.randrange(STEPS - EVERY)
+    trial.what += f": loaded in step {step}"
+    ends = world.run(world.with_plant(jobs, victim, Plant("load", "forward", step, number=3)))
+    return world.failed_clearly(ends, -1, (f"rank {victim}", f"ranks [{victim}"))
+
+
+def uneven(trial: Trial) -> list[Finding]:
+    """A rank takes more or fewer steps than the others: all finish, with the same weights."""
+    jobs = trial.jobs(extra={"finishes": True})
+    victim = trial.victim(jobs)
+    more = trial.rng.choice((-STEPS, -EVERY - 1, -EVERY, -1, 1, 2, EVERY, 2 * EVERY + 1))
+    trial.what += f": {more:+} steps"
+    extra = {"finishes": True, "more": more}
+    ends = world.run(world.with_plant(jobs, victim, PLAIN, extra=extra))
+    return world.finished_alike(ends, [ends[0]] * len(ends))
+
+
 def by_local_steps(kind: Kind) -> Kind:
     """The same fault in a run that trains by `local_steps`."""
 
@@ -295,9 +345,18 @@ ATTACHED: dict[str, Kind] = {
     "state-from-thread": odd_states("states from a thread"),
     "shrink": shrunk,
     "full-disk": full_disk,
+    "damaged-message": damaged_message,
 }
 
 LOCAL = ("kill", "terminate", "interrupt", "stop", "stop-continue", "late", "raise", "exit")
 LOCAL = (*LOCAL, "raise-on-step", "state-in-backward", "state-from-thread", "full-disk")
+LOCAL = (*LOCAL, "damaged-message")
+
+ONLY_LOCAL: dict[str, Kind] = {
+    "loaded-late": loaded_late,
+    "loaded-by-one": loaded_by_one,
+    "uneven": uneven,
+}
 
 KINDS = ATTACHED | {f"local-{name}": by_local_steps(ATTACHED[name]) for name in LOCAL}
+KINDS |= {f"local-{name}": by_local_steps(kind) for name, kind in ONLY_LOCAL.items()}

@@ -21,7 +21,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from torture import inputs
+from torture import input_messages, inputs
 from torture.base import prepare, stub
 from torture.desk import Desk, Input, LostError
 from torture.processes import Child, forkserver
@@ -65,7 +65,9 @@ def fed(kind: str, seed: int, base: Path, scratch: Path) -> tuple[str, list[Find
     os.chdir(folder)
     said, found, what = io.StringIO(), [], ""
     try:
-        one = inputs.KINDS[kind](Desk(Random(f"{kind}/{seed}"), base, folder))
+        one = (inputs.KINDS | input_messages.KINDS)[kind](
+            Desk(Random(f"{kind}/{seed}"), base, folder)
+        )
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             found = outcome(one, said)
         what = one.what[:2000]

@@ -88,6 +88,7 @@ class Planted:
         self._job, self.step = job, 0
         self.handle: Any = None
         self.model: Any = None
+        self.loaded: dict[str, Tensor] = {}
         self.moves = 0
         """Begins and ends of updates of the weights: odd inside of one."""
 
@@ -115,13 +116,22 @@ class Planted:
             sys.exit(7)
         elif plant.act == "late":
             time.sleep(plant.after or 1.5)
-        elif plant.act == "weights":
+        else:
+            self._quietly(plant.act, plant.number)
+
+    def _quietly(self, act: str, number: int) -> None:
+        """What does not stop this rank at once."""
+        if act == "weights":
             with torch.no_grad():
-                next(self.model.parameters()).view(-1)[plant.number].add_(1e-3)
-        elif plant.act == "disk":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (plant.number, plant.number))
-        elif plant.act == "state":
+                next(self.model.parameters()).view(-1)[number].add_(1e-3)
+        elif act == "disk":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
+        elif act == "state":
             self.take_state()
+        elif act == "damage":
+            damage_messages(self.handle.comm.transport)
+        elif act == "load":
+            self.load_others(number)
 
     def poison(self, loss: Tensor) -> Tensor:
         """The loss, with the NaN or Inf of this step, if one is planted."""
@@ -142,6 +152,18 @@ class Planted:
             found = {"refused": f"{type(error).__name__}: {error}"}
         note(self._job, "odd", found)
 
+    def load_others(self, seed: int) -> None:
+        """Load other weights into the model, as somebody who goes on from a checkpoint."""
+        torch.manual_seed(seed)
+        weights = self.model.state_dict()
+        self.loaded = {name: torch.randn_like(x) / 7 for name, x in weights.items()}
+        self.model.load_state_dict(self.loaded)
+
+    def distance_to_loaded(self) -> float:
+        """How far the weights are from those that were loaded."""
+        named = self.model.state_dict().items()
+        return sum(float((x - self.loaded[name]).square().sum()) for name, x in named) ** 0.5
+
     def watch(self, optimizer: Any) -> None:
         """Note when an optimizer moves the weights. Before `local_steps` adds a hook of its own."""
 
@@ -150,6 +172,20 @@ class Planted:
 
         optimizer.register_step_pre_hook(move)
         optimizer.register_step_post_hook(move)
+
+
+def damage_messages(transport: Any) -> None:
+    """Let this rank send words of ones instead of entries from now on, in messages of any length
+    that those have: no codec can read that."""
+    whole = transport.exchange
+
+    def damaged(outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
+        spoilt = {
+            peer: torch.full_like(x, -1) if x.numel() > 4 else x for peer, x in outgoing.items()
+        }
+        whole(spoilt, incoming)
+
+    transport.exchange = damaged
 
 
 def note(job: Job, name: str, entry: dict[str, Any]) -> None:
@@ -252,11 +288,14 @@ def train(job: Job, planted: Planted) -> None:
         load(job, model, optimizer, handle)
     planted.start_clocks()
     with _states_taken(job, planted):
-        for step in range(job.resume_from, job.steps):
+        for step in range(job.resume_from, job.steps + job.extra.get("more", 0)):
             if step != job.without:
                 planted.step = step
                 one_step(job, planted, ddp, optimizer, step)
                 after_step(job, planted, optimizer, step)
+    if job.extra.get("finishes"):
+        handle.finish()
+        note(job, "steps", {"step": -1, "weights": digest(dict(model.named_parameters()))})
     if handle is not None:
         handle.close()
 
@@ -278,6 +317,8 @@ def after_step(job: Job, planted: Planted, optimizer: Any, step: int) -> None:
     """Write down the bits, and every few steps a checkpoint, whole or not at all."""
     weights = dict(planted.model.named_parameters())
     entry: dict[str, Any] = {"step": step, "weights": digest(weights)}
+    if planted.loaded:
+        entry["far"] = planted.distance_to_loaded()
     if planted.handle is not None:
         entry["skipped"] = planted.handle.skipped_steps
         if job.extra.get("states"):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from oktopk.adapters.policy import Policy
     from oktopk.comm.communicator import Comm
     from oktopk.comm.simulated import simulate
-    from oktopk.errors import ExchangeError, NonfiniteError, ReplicaError
+    from oktopk.errors import ExchangeError, MessageError, NonfiniteError, ReplicaError
     from oktopk.methods import METHODS
     from oktopk.reducer import Reducer
     from oktopk.settings import Settings
@@ -40,6 +40,7 @@ __all__ = [
     "FSDPHandle",
     "Handle",
     "LocalSteps",
+    "MessageError",
     "NonfiniteError",
     "Policy",
     "Reducer",
@@ -60,6 +61,7 @@ _MODULES = {
     "FSDPHandle": "adapters.fsdp.handle",
     "Handle": "adapters.ddp.handle",
     "LocalSteps": "adapters.local_steps.handle",
+    "MessageError": "errors",
     "NonfiniteError": "errors",
     "Policy": "adapters.policy",
     "Reducer": "reducer",

@@ -12,6 +12,14 @@ class ExchangeError(RuntimeError):
     """
 
 
+class MessageError(ExchangeError):
+    """What another rank sent is no message of the exchange; the message names that rank.
+
+    It was damaged on the way or in memory, or the rank sent something else. Nothing of it was
+    applied. The exchange cannot continue: start again from a checkpoint.
+    """
+
+
 class ReplicaError(RuntimeError):
     """The ranks no longer hold the same weights; the message names the tensor and the ranks.
 

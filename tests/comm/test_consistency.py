@@ -18,7 +18,8 @@ from oktopk.comm.consistency import (
     differences,
     ranks_text,
 )
-from oktopk.errors import ExchangeError
+from oktopk.comm.simulated import SimulatedTransport
+from oktopk.errors import ExchangeError, MessageError
 
 
 def compared(store, facts: list[dict], late: int | None = None, calls: int = 1) -> list[str]:
@@ -123,3 +124,18 @@ def test_a_collective_compares_too_with_one_header():
 
 def test_equal_values_are_no_error():
     simulate(2, lambda comm: check_consistency(comm, torch.device("cpu"), {"a": [1, 2], "b": None}))
+
+
+class GarblingTransport(SimulatedTransport):
+    """Rank 1 sends bytes that no text has."""
+
+    def all_to_all(self, x, out):
+        super().all_to_all(torch.full_like(x, 255) if self.rank == 1 else x, out)
+
+
+def test_a_damaged_handshake_names_the_rank_that_sent_it():
+    def run(comm):
+        check_consistency(comm, torch.device("cpu"), {"density": 0.1})
+
+    with pytest.raises(MessageError, match=r"what came from rank 1 is no message"):
+        simulate(3, run, transport=GarblingTransport)

@@ -20,6 +20,7 @@ from oktopk import (
 )
 from oktopk.comm.communicator import Comm
 from oktopk.comm.torch_transport import TorchTransport
+from oktopk.engine.buckets import Bucket
 from oktopk.engine.engine import Engine
 from oktopk.methods.base import SparseSum, codec_for
 from oktopk.sparse import Sparse
@@ -46,6 +47,9 @@ class Step:
     sent: Sparse | None
     """What this rank sent; None in a dense step."""
 
+    dense: tuple[tuple[int, int], ...] = ()
+    """Ranges that travel dense beside the entries."""
+
 
 def record_sent(engine: Engine) -> list[Sparse | None]:
     """A list that gets what this rank sends in every step from now on."""
@@ -61,12 +65,15 @@ def record_sent(engine: Engine) -> list[Sparse | None]:
 
 
 def trajectory(
-    where, method: str, n: int, density: float, stream: str, steps: int, dtype=torch.float64, **more
-) -> list[Step]:
+    where, method: str, n: int, density: float, stream: str, steps: int, dtype=torch.float64,
+    dense: tuple[tuple[int, int], ...] = (), **more,
+) -> list[Step]:  # fmt: skip
     """Run a reducer over a stream on one rank; `where` is a process group or a `Comm`."""
     place = {"comm": where} if isinstance(where, Comm) else {"group": where}
     reducer = Reducer(n, density=density, **WAYS[method], **place, **more)
     rank, size = reducer.comm.rank, reducer.comm.size
+    if dense:  # as adapters have it for biases and norms
+        reducer._engine.set_buckets([Bucket(n, dense)])
     done, sent = [], record_sent(reducer._engine)
     for step in range(steps):
         grad = STREAMS[stream](n, rank, step).to(dtype)
@@ -78,7 +85,8 @@ def trajectory(
         over_all = reducer.settings.average == "all" or stats.phase == "dense"
         times = size if over_all else 1
         total = grad.double() * times
-        done.append(Step(acc.double(), total, residual, stats, reducer.settings, sent[-1]))
+        of = stats, reducer.settings, sent[-1], dense
+        done.append(Step(acc.double(), total, residual, *of))
     return done
 
 
@@ -132,11 +140,15 @@ def simulated(size: int, *args, **more) -> list[list[Step]]:
 def num_senders(done: tuple[Step, ...]) -> Tensor:
     """By entry, how many ranks sent it: counted from what each of them sent, not from residuals."""
     sent = [rank.sent for rank in done]
-    if done[0].settings.method == "gtopk":
-        return num_merged(sent, done[0].stats.k, done[0].settings.wire)
     num = torch.zeros(sent[0].numel, dtype=torch.float64)
-    for each in sent:
-        num[each.indices.long()] += 1
+    if done[0].settings.method == "gtopk":
+        num_dense = sum(end - start for start, end in done[0].dense)
+        num = num_merged(sent, done[0].stats.k - num_dense, done[0].settings.wire)
+    else:
+        for each in sent:
+            num[each.indices.long()] += 1
+    for start, end in done[0].dense:
+        num[start:end] = len(done)
     return num
 
 

@@ -91,3 +91,36 @@ def test_coding_in_triton_takes_a_few_bytes_of_memory_for_an_entry(density):
         with Allocated() as allocated:
             kernel(*args)
         assert allocated.num_bytes <= 4 * num, kernel.__name__
+
+
+@given(case=cases(), data=st.data())
+@settings(deadline=None, max_examples=20)
+def test_words_that_were_damaged_are_read_alike_or_refused(backend, case, data):
+    indices, entries = case
+    numbers, (low, high) = (entries.lo, SIZES.num_low_bits(entries)), new_words(entries)
+    reference.encode_elias_fano(indices, *numbers, low, high)
+    for words in (low, high):
+        if len(words):
+            place = data.draw(st.integers(0, len(words) - 1))
+            words[place] ^= data.draw(st.integers(-(2**31), 2**31 - 1))
+    check(backend, "decode_elias_fano", low, high, *numbers, indices * 0 - 1)
+
+
+@given(case=cases(), data=st.data())
+@settings(deadline=None, max_examples=20)
+def test_the_check_of_indices_finds_what_does_not_ascend_within_the_range(backend, case, data):
+    indices, entries = case
+    ends = entries.lo, entries.hi
+    assert run(backend, "ascend_within", indices, *ends)[0]
+    place = data.draw(st.integers(0, len(indices) - 1))
+    other = data.draw(st.sampled_from([-1, entries.lo - 1, entries.hi, -(2**31), 2**31 - 1]))
+    damaged = indices.clone()
+    damaged[place] = other
+    assert not run(backend, "ascend_within", damaged, *ends)[0]
+    if place:
+        damaged[place] = indices[place - 1]  # twice
+        assert not run(backend, "ascend_within", damaged, *ends)[0]
+
+
+def test_no_indices_are_sound(backend):
+    assert run(backend, "ascend_within", torch.empty(0, dtype=torch.int32), 3, 3)[0]

@@ -58,3 +58,15 @@ def test_a_block_takes_the_fewest_bits_that_any_parameter_gives(gaps):
     fewest = min(num_bits(gaps, parameter) for parameter in range(32))
     assert num_bits(gaps, chosen) == fewest
     assert 32 * (words.numel() - 1) < fewest + 64  # the parameter, and two parts of whole words
+
+
+@given(case=ranges(), data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_words_that_were_damaged_are_read_alike_or_refused(backend, case, data):
+    indices, entries = case
+    words = reference.encode_rice(indices, entries.lo).clone()
+    words = words[: len(words) - data.draw(st.sampled_from([0, 0, 1, 2]))]
+    for place in data.draw(st.lists(st.integers(0, 2**20), max_size=4)):
+        if len(words):
+            words[place % len(words)] ^= data.draw(st.integers(-(2**31), 2**31 - 1))
+    check(backend, "decode_rice", words, entries.lo, indices * 0 - 1)

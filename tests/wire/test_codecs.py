@@ -142,7 +142,8 @@ def test_entries_are_read_as_the_sender_was_told(name, case, data, dtype):
         codec.sizes_to_tell(told, name), name, [(entries.lo, entries.hi)]
     )
     read_indices, read = torch.empty_like(indices), torch.empty_like(x)
-    codec.decode(words, entries, name, read_indices, read)
+    assert codec.is_possible(entries, name, dtype)
+    assert codec.decode(words, entries, name, read_indices, read)
     assert read_indices.equal(indices) and same_bits(read, received)
     assert same_bits(received, sent(CODECS[name].values, x))  # packed or not
     assert name != "plain" or received is x

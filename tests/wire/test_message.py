@@ -29,7 +29,8 @@ def test_a_message_is_read_as_the_sender_was_told(name, case, data, dtype, num_d
     words, received, entries = message.write(indices, x, entries, name, dense)
     assert words.numel() == message.num_words(entries, name, dtype, num_dense)
     read_indices, read = torch.empty_like(indices), torch.empty_like(x)
-    read_dense = message.read(words, entries, name, read_indices, read)
+    read_dense, is_sound = message.read(words, entries, name, read_indices, read)
+    assert is_sound
     assert read_indices.equal(indices) and same_bits(read, received)
     assert same_bits(read_dense, dense)  # exactly, whatever the codec rounds
 
@@ -51,7 +52,15 @@ def test_messages_of_all_ranks_are_read_in_rank_order(name, rank):
         for count, each in zip(counts, sent, strict=True)
     ]
     words = {peer: each.words for peer, each in enumerate(written) if peer != rank}
-    read = message.read_all(words, [each.entries for each in written], name, sent[rank], rank)
+    checked = []
+    read = message.read_all(
+        words,
+        [each.entries for each in written],
+        name,
+        sent[rank],
+        lambda is_sound, peer: checked.append((bool(is_sound), peer)),
+    )
+    assert checked == [(True, peer) for peer in range(3) if peer != rank]
     assert read.indices.tolist() == [0, 1, 2, 3, 4]
     want = [sent[peer].values if peer == rank else written[peer].values for peer in range(3)]
     assert read.values.equal(torch.cat(want))

@@ -67,7 +67,7 @@ class SparseLoCo(DiLoCo):
         messages = received | {self._comm.rank: words}
         total, senders = torch.zeros_like(flat), torch.zeros_like(flat)
         for rank in range(self._comm.size):  # in this order on every rank: the same bits
-            self._add(messages[rank], total, senders)
+            self._add(rank, messages[rank], total, senders)
         return total / senders.clamp(min=1)
 
     def _encode(self) -> tuple[Tensor, Tensor]:
@@ -79,11 +79,12 @@ class SparseLoCo(DiLoCo):
             parts.append(torch.zeros_like(part).index_copy_(0, chosen.indices, chosen.values))
         return torch.cat(words), torch.cat(parts)
 
-    def _add(self, words: Tensor, total: Tensor, senders: Tensor) -> None:
+    def _add(self, rank: int, words: Tensor, total: Tensor, senders: Tensor) -> None:
         density, start = self.options.density, 0
         lengths = [num_words(size, density) for size in self._sizes]
         for size, own in zip(self._sizes, words.split(lengths), strict=True):
             chosen = read(own, size, density)
+            self._comm.expect(bool((chosen.indices < size).all()), rank)
             places = chosen.indices + start
             total[places] += chosen.values
             senders[places] += 1

@@ -24,7 +24,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from oktopk import kernels
 from oktopk.comm.ledger import Ledger, dense_allreduce, messages
+from oktopk.errors import MessageError
 from oktopk.utils.device import to_device
 
 
@@ -90,11 +92,47 @@ class Comm:
         """Whether an attached model uses it. Two would mix their collectives."""
 
         self.transport = transport
+        self._unread: list[tuple[Tensor, int]] = []
+        """Messages of which a device knows whether they are sound, and the ranks they are of."""
 
     @property
     def global_rank(self) -> int:
         """What this rank is called in messages: its number in the job."""
         return self.global_ranks[self.rank]
+
+    def begin_step(self) -> None:
+        """Forget what the collectives of the step before have noticed."""
+        self.nonfinite = False
+        self._unread.clear()
+
+    def expect(self, is_sound: Tensor | bool, peer: int) -> None:
+        """Raise MessageError if what came from rank `peer` is not sound.
+
+        Where the host would wait for a device to know it, `raise_unsound` will do so.
+        """
+        if isinstance(is_sound, bool) or kernels.is_synchronous(is_sound):
+            if not is_sound:
+                self._refuse(peer)
+        else:
+            self._unread.append((is_sound, peer))
+
+    def raise_unsound(self) -> None:
+        """Raise MessageError if a message of this step was not sound.
+
+        To be called where a sum of the step is not finite: values of such messages become NaN, so
+        no other step has to wait for the device to ask.
+        """
+        for is_sound, peer in self._unread:
+            if not is_sound:
+                self._refuse(peer)
+
+    def _refuse(self, peer: int) -> None:
+        them = f"rank {self.global_ranks[peer]}"
+        raise MessageError(
+            f"rank {self.global_rank}: what came from {them} is no message of this exchange: its "
+            f"sizes or indices cannot be. It was damaged on the way or in the memory of {them}. "
+            "Nothing of it was applied; start again from a checkpoint"
+        )
 
     def split(self, groups: Sequence[Sequence[int]]) -> Comm:
         """Return a `Comm` over the group that has this rank, with ranks numbered from 0 in order.

@@ -18,6 +18,7 @@ from contextlib import suppress
 from hashlib import sha256
 from threading import Event
 from time import monotonic
+from typing import Any
 
 import torch
 
@@ -38,8 +39,19 @@ def check_consistency(comm: Comm, device: torch.device, values: Mapping[str, obj
     assert len(text) <= HEADER_BYTES, text
     mine = torch.tensor(list(text.ljust(HEADER_BYTES)), dtype=torch.uint8, device=device)
     rows = comm.all_gather_header(mine, stage="handshake")
-    if found := differences([json.loads(bytes(row)) for row in rows.tolist()], comm.global_ranks):
+    everyone = [_read_values(comm, peer, bytes(row)) for peer, row in enumerate(rows.tolist())]
+    if found := differences(everyone, comm.global_ranks):
         raise ValueError(f"the ranks disagree: {found}")
+
+
+def _read_values(comm: Comm, peer: int, row: bytes) -> dict[str, object]:
+    values: Any
+    try:
+        values = json.loads(row)
+    except ValueError:
+        values = None
+    comm.expect(isinstance(values, dict), peer)
+    return values
 
 
 def check_consistency_through_store(

@@ -28,7 +28,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from oktopk.comm.store import Store
-from oktopk.errors import ExchangeError
+from oktopk.errors import ExchangeError, MessageError
 
 STORE_UNREACHABLE = (
     "the store of the process group does not answer, so no rank could be asked: it usually lives "
@@ -221,10 +221,11 @@ def is_network_error(error: BaseException) -> bool:
     """Whether a message could not be sent or did not arrive, by an error of ours or of torch's.
 
     gloo's errors have no type of their own, but begin with its name or a place in its source. DDP
-    quotes our errors inside its own; those do not match, since they name the rank already.
+    quotes our errors inside its own; those do not match, since they name the rank already. Nor does
+    a damaged message: only the rank that read it knows of it, so it has to tell the others.
     """
     if isinstance(error, ExchangeError | dist.DistError):
-        return True
+        return not isinstance(error, MessageError)
     return isinstance(error, RuntimeError) and bool(re.match(r"Gloo |\[\S*gloo/", str(error)))
 
 

@@ -100,6 +100,8 @@ class Engine:
             exact_every=exact_every,
             bounds_every=self.settings.bounds_every,
             short_bytes=self.settings.short_bytes,
+            rank=self.comm.rank,
+            size=self.comm.size,
         )
         self.group_states = [copy(state) for _ in self.buckets.groups]
         self.model_state = replace(state, exact_every=1)
@@ -131,7 +133,7 @@ class Engine:
         plan = self.plan()
         if plan.phase == "sparse":
             check_indexable(self.buckets.numels, self.settings.scope)
-        self.comm.nonfinite = False
+        self.comm.begin_step()
         if plan.whole_model:
             states = [copy(self.model_state)]
         elif plan.phase == "sparse":

@@ -100,6 +100,8 @@ class Step:
         """
         dtypes = {bucket: grad.dtype for bucket, grad in self.grads.items()}
         finite = self.recorder.all_finite(dtypes, self._divisor / (1 + self.plan.overshoot))
+        if not finite:
+            self._comm.raise_unsound()
         finite = finite and not self._comm.nonfinite
         device = next((grad.device for grad in self.grads.values()), torch.device("cpu"))
         finite = self._shards.agree_on_finite(finite, device)

@@ -218,7 +218,11 @@ def encode_elias_fano(
 
 
 def decode_elias_fano(low: Tensor, high: Tensor, lo: int, num_low_bits: int, out: Tensor) -> None:
-    """Fill `out` with the int32 indices that `encode_elias_fano` wrote. O(entries)."""
+    """Fill `out` with the int32 indices that `encode_elias_fano` wrote. O(entries).
+
+    The words may hold anything: they come from another rank. Where they do not hold as many indices
+    as `out`, it is filled with -1. Whether indices are sound, `ascend_within` tells.
+    """
     backend_for(low.device.type).decode_elias_fano(low, high, lo, num_low_bits, out)
 
 
@@ -234,8 +238,16 @@ def encode_rice(indices: Tensor, lo: int) -> Tensor:
 
 
 def decode_rice(words: Tensor, lo: int, out: Tensor) -> None:
-    """Fill `out` with the int32 indices that `encode_rice` wrote. O(entries)."""
+    """Fill `out` with the int32 indices that `encode_rice` wrote; as `decode_elias_fano`."""
     backend_for(words.device.type).decode_rice(words, lo, out)
+
+
+def ascend_within(indices: Tensor, lo: int, hi: int) -> Tensor:
+    """Whether int32 indices ascend, none twice, and `lo <= index < hi` for each of them.
+
+    A bool tensor of no dimension on their device; the host does not wait. One read of the indices.
+    """
+    return backend_for(indices.device.type).ascend_within(indices, lo, hi)
 
 
 def quantize(values: Tensor, num_bits: int, parameters: Tensor, codes: Tensor) -> None:

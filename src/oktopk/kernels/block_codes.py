@@ -11,6 +11,12 @@ RICE_BLOCK = 64
 """Gaps that share one Rice parameter. On gradients of real training smaller blocks save no more
 than the parameters cost, and larger ones follow the density less closely (benchmarks/codecs.py)."""
 
+MAX_RICE_BITS = 31
+"""The largest Rice parameter: a gap between two int32 indices has no more bits."""
+
+LARGEST_INDEX = 2**31 - 1
+"""What int32 holds at most; no vector is so long that this is an index in it."""
+
 QUANTIZE_BLOCK = 128
 """Values that share one set of levels."""
 

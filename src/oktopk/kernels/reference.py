@@ -13,6 +13,7 @@ from torch import Tensor
 from oktopk.kernels.backend import Correction, SecondMoment
 from oktopk.kernels.float_bits import INTEGER, NUM_BINS, bins_from, cut_bin, from_bits
 from oktopk.kernels.no_sync import histogram, nonzero_counted
+from oktopk.kernels.reference_codes import ascend_within as ascend_within
 from oktopk.kernels.reference_codes import decode_elias_fano as decode_elias_fano
 from oktopk.kernels.reference_codes import decode_rice as decode_rice
 from oktopk.kernels.reference_codes import dequantize as dequantize

@@ -10,6 +10,8 @@ from torch.nn.functional import pad
 from oktopk.kernels.block_codes import (
     FIXED_POINT,
     LARGEST_BFLOAT16,
+    LARGEST_INDEX,
+    MAX_RICE_BITS,
     NAN_BITS,
     QUANTIZE_BLOCK,
     QUANTIZERS,
@@ -32,10 +34,11 @@ def encode_elias_fano(
 
 
 def decode_elias_fano(low: Tensor, high: Tensor, lo: int, num_low_bits: int, out: Tensor) -> None:
-    numbers = torch.arange(out.numel(), device=out.device)
-    upper = nonzero_counted(_unpacked_bits(high), out.numel()) - numbers
+    numbers, ones = torch.arange(out.numel(), device=out.device), _unpacked_bits(high)
+    upper = nonzero_counted(ones, out.numel()) - numbers
     lower = _read_bits(low, numbers * num_low_bits, (1 << num_low_bits) - 1)
-    out.copy_((upper << num_low_bits) + lower + lo)
+    indices = (upper << num_low_bits) + lower + lo
+    _fill_if(ones.sum() == out.numel(), indices, out)
 
 
 def encode_rice(indices: Tensor, lo: int) -> Tensor:
@@ -57,17 +60,34 @@ def encode_rice(indices: Tensor, lo: int) -> Tensor:
 
 def decode_rice(words: Tensor, lo: int, out: Tensor) -> None:
     num_parameters = num_blocks(out.numel(), RICE_BLOCK)
+    num_head = -(-num_parameters // 4)
+    if words.numel() < num_head:
+        out.fill_(-1)
+        return
     numbers = torch.arange(out.numel(), device=out.device)
-    head, rest = words.split([-(-num_parameters // 4), words.numel() - -(-num_parameters // 4)])
-    starts = torch.arange(num_parameters, device=out.device) * 8
-    widths = _read_bits(head, starts, 255)[numbers // RICE_BLOCK]
-    # the high bits come first; the ones of the low bits, behind them, are left out
-    ones = nonzero_counted(_unpacked_bits(rest), out.numel())
-    quotients = torch.diff(ones, prepend=ones.new_full((1,), -1)) - 1
+    head, rest = words.split([num_head, words.numel() - num_head])
+    told = _read_bits(head, torch.arange(num_parameters, device=out.device) * 8, 255)
+    widths = told.clamp(max=MAX_RICE_BITS)[numbers // RICE_BLOCK]
     first_low = 32 * (rest.numel() - (widths.sum() + 31) // 32)
-    remainders = _read_bits(rest, first_low + widths.cumsum(0) - widths, (1 << widths) - 1)
-    gaps = (quotients << widths) + remainders
-    out.copy_(gaps.cumsum(0) + numbers + lo)
+    ones = _unpacked_bits(rest)  # of the high bits, which come first, and of the low ones
+    ones &= torch.arange(ones.numel(), device=out.device) < first_low
+    is_whole = (told <= MAX_RICE_BITS).all() & (first_low >= 0) & (ones.sum() == out.numel())
+    places = nonzero_counted(ones, out.numel())
+    quotients = torch.diff(places, prepend=places.new_full((1,), -1)) - 1
+    starts = (first_low + widths.cumsum(0) - widths).clamp_(min=0)
+    gaps = (quotients << widths) + _read_bits(rest, starts, (1 << widths) - 1)
+    _fill_if(is_whole, gaps.cumsum(0) + numbers + lo, out)
+
+
+def ascend_within(indices: Tensor, lo: int, hi: int) -> Tensor:
+    ascends = (indices[1:] > indices[:-1]).all()
+    return ascends & (indices[:1] >= lo).all() & (indices[-1:] < hi).all()
+
+
+def _fill_if(is_whole: Tensor, indices: Tensor, out: Tensor) -> None:
+    """Write decoded indices; -1 instead of all if there were not as many or one is too large."""
+    is_whole = is_whole & (indices[-1:] <= LARGEST_INDEX).all()
+    out.copy_(torch.where(is_whole, indices, -1))
 
 
 def _rice_parameters(gaps: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from oktopk.comm.communicator import Comm
 from oktopk.methods.base import (
     Average,
     SparseSum,
+    check_told,
     codec_for,
     count_senders,
     divided,
@@ -54,6 +55,7 @@ def gather_selections(
     words, decoded, sent = message.write(local.indices, local.values, whole, codec, dense_part)
     sizes = comm.all_gather_sizes(sizes_to_tell(sent, codec), words.device, stage="counts")
     ranges = told_ranges(sizes, codec, [(0, local.numel)] * comm.size)
+    check_told(ranges, codec, dtype, comm)
     counts = [entries.count for entries in ranges]
     incoming = {
         peer: message.num_words(ranges[peer], codec, dtype, dense_part.numel())
@@ -63,7 +65,7 @@ def gather_selections(
         dict.fromkeys(comm.peers, words), incoming, words.device, stage="gather"
     )
     own = message.Message(local.indices, decoded, dense_part)
-    indices, values, dense_sum = message.read_all(received, ranges, codec, own, comm.rank)
+    indices, values, dense_sum = message.read_all(received, ranges, codec, own, comm.expect)
     num_senders = None
     if average == "senders":
         num_senders = count_senders(indices, values, counts, 0, local.numel)

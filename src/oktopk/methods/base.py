@@ -7,7 +7,7 @@ A method is one file (or one package) in this folder that defines one `Method`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -20,7 +20,7 @@ from oktopk.methods.candidates import Candidates
 from oktopk.methods.cost_model import Cost, Work
 from oktopk.methods.state import MethodState
 from oktopk.sparse import Sparse
-from oktopk.wire.codec import CodecName, is_exact
+from oktopk.wire.codec import CodecName, EntryRange, is_exact, is_possible
 
 Average = Literal["all", "senders"]
 """Whether a sum is divided by the number of all ranks, or of those that sent the entry."""
@@ -123,6 +123,14 @@ class SparseMethod(Method):
     exchange: Exchange
     propose: ProposeCandidates | None = None
     """A method without it must see the whole gradient before it can choose."""
+
+
+def check_told(
+    ranges: Sequence[EntryRange], codec: CodecName, dtype: torch.dtype, comm: Comm
+) -> None:
+    """Refuse sizes that no message has, before memory is allocated for it. One of each rank."""
+    for peer in comm.peers:
+        comm.expect(is_possible(ranges[peer], codec, dtype), peer)
 
 
 def codec_for(values: Tensor, codec: CodecName) -> CodecName:

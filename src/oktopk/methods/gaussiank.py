@@ -10,7 +10,7 @@ from oktopk import kernels
 from oktopk.methods import allgather
 from oktopk.methods.base import SparseMethod
 from oktopk.methods.candidates import Candidates
-from oktopk.methods.selection import TOLERANCE, smallest_threshold, top_k
+from oktopk.methods.selection import TOLERANCE, exact_apart, smallest_threshold
 from oktopk.methods.state import MethodState, ThresholdEstimate, slope_between
 from oktopk.sparse import Sparse, empty
 
@@ -41,7 +41,7 @@ def select(acc: Tensor, k: int, state: MethodState, candidates: Candidates | Non
         ratio = max(count, 1) / k / (1 - TOLERANCE / 2)
         estimate = ThresholdEstimate(threshold, slope).updated(threshold, ratio)
         last = (threshold, count)
-    return top_k(acc, k)[0]
+    return exact_apart(acc, k, state, candidates)
 
 
 METHOD = SparseMethod(

@@ -38,6 +38,7 @@ from oktopk.wire.codec import (
     CodecName,
     EntryRange,
     allocate_entries,
+    is_possible,
     sizes_to_tell,
     told_ranges,
 )
@@ -48,6 +49,7 @@ class Packet(NamedTuple):
 
     words: Tensor
     entries: EntryRange
+    sender: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +85,14 @@ class Node:
         words, decoded, told = message.write(
             entries.indices, entries.values, entry_range, self.codec, dense_part
         )
-        return Packet(words, told), decoded
+        return Packet(words, told, self.comm.rank), decoded
 
     def decode(self, packet: Packet) -> tuple[Sparse, Tensor]:
         """The entries of a message, and what travels dense beside them."""
         indices, _, values, _ = allocate_entries([packet.entries], self.like.values)
-        dense_part = message.read(packet.words, packet.entries, self.codec, indices, values)
+        into = indices, values
+        dense_part, is_sound = message.read(packet.words, packet.entries, self.codec, *into)
+        self.comm.expect(is_sound, packet.sender)
         return Sparse(indices, values, self.like.numel), dense_part
 
     def decode_partial(self, packet: Packet) -> Partial:
@@ -113,11 +117,12 @@ class Node:
         (entries,) = told_ranges(told, self.codec, [(0, numel)])
         sizes = {}
         if source is not None:
+            self.comm.expect(is_possible(entries, self.codec, dtype), source)
             num_dense = self.num_dense + (entries.count if up and self.counts_senders else 0)
             sizes[source] = message.num_words(entries, self.codec, dtype, num_dense)
         outgoing = {target: packet.words} if target is not None and packet is not None else {}
         received = self.comm.exchange(outgoing, sizes, device, stage=stage)
-        return None if source is None else Packet(received[source], entries)
+        return None if source is None else Packet(received[source], entries, source)
 
 
 def exchange(

@@ -55,26 +55,46 @@ def largest_positions(values: Tensor, k: int) -> Tensor:
     return kernels.nonzero_counted(keep & (keep.cumsum(0) <= k), k)
 
 
-def without_ties(sparse: Sparse, threshold: float, k: int) -> Sparse:
-    """Drop entries exactly at the threshold until k are left, the highest indices first."""
+def without_ties(sparse: Sparse, threshold: float, k: int, ties_from: int = 0) -> Sparse:
+    """Drop entries exactly at the threshold until k are left.
+
+    Those are kept whose indices come first from `ties_from` on; after the last index comes 0.
+    """
     tied = sparse.values.abs() == threshold
-    num_above = sparse.num - int(tied.sum())
-    keep = ~tied | (tied.cumsum(0) <= k - num_above)
+    num_tied = int(tied.sum())
+    before = (tied & (sparse.indices < ties_from)).sum()
+    place = (tied.cumsum(0) - 1 - before) % max(num_tied, 1)
+    keep = ~tied | (place < k - (sparse.num - num_tied))
     return Sparse(sparse.indices[keep], sparse.values[keep], sparse.numel)
 
 
-def top_k(acc: Tensor, k: int) -> tuple[Sparse, float]:
-    """The k largest magnitudes of a vector, and their threshold. Three passes over n, no sort."""
+def top_k(acc: Tensor, k: int, ties_from: int = 0) -> tuple[Sparse, float]:
+    """The k largest magnitudes of a vector, and their threshold. Three passes over n, no sort.
+
+    Ties go to the first indices from `ties_from` on.
+    """
     if k <= 0:
         return empty(acc.numel(), acc), 0.0
     threshold = as_threshold(kernels.kth_magnitude(acc, k), acc)
     local, num_reaching = kernels.select(acc, threshold, k)
-    if num_reaching > k:  # ties at the threshold: find all of them, keep those with low indices
+    if num_reaching > k:  # ties at the threshold: find all of them, keep the first
         local, _ = kernels.select(acc, threshold, num_reaching)
-        local = without_ties(local, threshold, k)
+        local = without_ties(local, threshold, k, ties_from)
     return local, threshold
 
 
 def exact(acc: Tensor, k: int, state: MethodState, candidates: Candidates | None) -> Sparse:
-    """Select the exact top k."""
+    """Select the exact top k. Ties go to the lower index.
+
+    For methods that keep k sums: what several ranks select adds up, and is kept.
+    """
     return top_k(acc, k)[0]
+
+
+def exact_apart(acc: Tensor, k: int, state: MethodState, candidates: Candidates | None) -> Sparse:
+    """Select the exact top k; ties go to the first indices from a place on that is this rank's own.
+
+    For methods that deliver all that was selected: where many magnitudes are equal, as with the
+    moves of Lion or signSGD, ranks that all began at index 0 would select the same entries.
+    """
+    return top_k(acc, k, state.ties_from(acc.numel()))[0]

@@ -80,6 +80,10 @@ class MethodState:
     short_bytes: int = SHORT_BYTES
     """Bytes that a rank may send on the short path (`Settings.short_bytes`)."""
 
+    rank: int = 0
+    size: int = 1
+    """This rank among those that exchange, where it decides which of equal entries it selects."""
+
     step: int = 0
     """Sparse steps finished."""
 
@@ -102,6 +106,10 @@ class MethodState:
 
     buffer: EntryBuffer | None = None
     """Memory for candidates, used again in every step. Its content is not part of the state."""
+
+    def ties_from(self, numel: int) -> int:
+        """The index at which this rank begins to select among equal magnitudes."""
+        return self.rank * numel // self.size
 
     def shared(self) -> str:
         """What must be the same on every rank, as text to compare."""

@@ -11,6 +11,6 @@ METHOD = SparseMethod(
     summary="exact top k, by allgather",
     words="2k(P-1)",
     cost=allgather.cost,
-    select=selection.exact,
+    select=selection.exact_apart,
     exchange=allgather.all_gather,
 )

@@ -108,6 +108,6 @@ METHOD = SparseMethod(
     summary="exact top k, by sparse reduce-scatter and allgather, dense on fill-in",
     words="4k(P-1)/P .. (2k+n)(P-1)/P",
     cost=cost,
-    select=selection.exact,
+    select=selection.exact_apart,
     exchange=exchange,
 )

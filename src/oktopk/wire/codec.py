@@ -9,6 +9,11 @@ Sender and receiver both know how many entries a message has and in which index 
 (`EntryRange`). With most codecs the size of the entries follows from that alone, whatever they are.
 So no size has to be sent beside the counts, which are sent anyway. Where indices are coded by Rice,
 their size is sent with the counts (`sizes_to_tell`).
+
+A receiver trusts neither: sizes that no message has are refused before memory is allocated for them
+(`is_possible`), and decoding tells whether the indices ascend within their range (`decode`). What
+passes is a message that some rank could have sent. Bits that were flipped in a value, or that make
+another ascending list of indices, are for the checksums of the network to find.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from oktopk import kernels
 from oktopk.wire.indices import EliasFano, IndexCodec, Int32, Rice
 from oktopk.wire.indices import EntryRange as EntryRange
 from oktopk.wire.values import Cast, Int8Blocks, Quantized, ValueCodec, Verbatim
@@ -135,6 +141,14 @@ def told_ranges(
     ]
 
 
+def is_possible(entries: EntryRange, codec_name: CodecName, dtype: torch.dtype) -> bool:
+    """Whether the sizes that another rank told can be those of a message: no more entries than the
+    range has, and no more words than they take."""
+    if not 0 <= entries.count <= entries.hi - entries.lo:
+        return False
+    return num_words(entries, codec_name, dtype) <= max_words(entries, codec_name, dtype)
+
+
 def is_exact(codec_name: CodecName) -> bool:
     """Whether receivers read exactly the values that were sent."""
     return CODECS[codec_name].values.is_exact
@@ -160,12 +174,23 @@ def encode(indices: Tensor, values: Tensor, entries: EntryRange, codec_name: Cod
 
 def decode(
     words: Tensor, entries: EntryRange, codec_name: CodecName, indices: Tensor, values: Tensor
-) -> None:
-    """Fill `indices` and `values` with the entries that `encode` wrote to `words`. O(count)."""
+) -> Tensor:
+    """Fill `indices` and `values` with the entries that `encode` wrote to `words`. O(count).
+
+    Returns whether the indices ascend within their range, as a bool tensor of no dimension. The
+    caller must not use the entries otherwise. Only where the host would have to wait for a device
+    to know it, may it go on: such entries are then made harmless, NaN at indices in the range, so
+    that the step is skipped as with any NaN.
+    """
     layout = _layout(entries, codec_name, values.dtype)
     num_value_words = layout.values.num_words(entries.count, values.dtype)
     layout.indices.decode(words[num_value_words:], entries, indices)
     layout.values.decode(words[:num_value_words], values)
+    is_sound = kernels.ascend_within(indices, entries.lo, entries.hi)
+    if not kernels.is_synchronous(indices):
+        indices.clamp_(entries.lo, entries.hi - 1)
+        values.masked_fill_(~is_sound, torch.nan)
+    return is_sound
 
 
 def allocate_entries(

@@ -54,7 +54,11 @@ class IndexCodec(Protocol):
         ...
 
     def decode(self, words: Tensor, entries: EntryRange, out: Tensor) -> None:
-        """Fill `out` with the int32 indices that `encode` wrote."""
+        """Fill `out` with the int32 indices that `encode` wrote.
+
+        The words may hold anything. If they hold no such indices, some of `out` do not ascend or
+        lie outside of the range.
+        """
         ...
 
 

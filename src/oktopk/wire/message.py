@@ -7,6 +7,7 @@ values travel, in their own dtype and exactly, at the end of the messages of the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,10 @@ class Message(NamedTuple):
     values: Tensor
     dense_part: Tensor
     """The values that travel dense behind the entries."""
+
+
+Expect = Callable[[Tensor, int], None]
+"""Called with whether a message is sound, as `codec.decode` tells it, and the rank that sent it."""
 
 
 def num_words(
@@ -43,12 +48,15 @@ def write(
 
 def read(
     words: Tensor, entries: EntryRange, codec_name: CodecName, indices: Tensor, values: Tensor
-) -> Tensor:
-    """Decode a message: fill `indices` and `values`, and return its dense part. O(count)."""
+) -> tuple[Tensor, Tensor]:
+    """Decode a message: fill `indices` and `values`. O(count).
+
+    Returns its dense part, and whether its entries are sound, as `codec.decode` does.
+    """
     num_entry_words = codec.num_words(entries, codec_name, values.dtype)
-    codec.decode(words[:num_entry_words], entries, codec_name, indices, values)
+    is_sound = codec.decode(words[:num_entry_words], entries, codec_name, indices, values)
     # the copy is aligned for float64, which may start at an odd word here
-    return words[num_entry_words:].clone().view(values.dtype)
+    return words[num_entry_words:].clone().view(values.dtype), is_sound
 
 
 def read_all(
@@ -56,23 +64,25 @@ def read_all(
     ranges: list[EntryRange],
     codec_name: CodecName,
     own: Message,
-    rank: int,
+    expect: Expect,
 ) -> Message:
     """Decode one message of every rank: all entries in rank order, and the sum of the dense parts.
 
-    `own` is what this rank would have sent to itself. The sum is taken in rank order, so it has the
-    same bits wherever it is computed.
+    `own` is what this rank, from which nothing was received, would have sent to itself. The sum is
+    taken in rank order, so it has the same bits wherever it is computed.
     """
     indices, index_parts, values, value_parts = codec.allocate_entries(ranges, own.values)
     dense_parts = []
     for peer, entries in enumerate(ranges):
-        if peer == rank:
+        if peer not in received:
             index_parts[peer].copy_(own.indices)
             value_parts[peer].copy_(own.values)
             dense_parts.append(own.dense_part)
         else:
             parts = index_parts[peer], value_parts[peer]
-            dense_parts.append(read(received[peer], entries, codec_name, *parts))
+            dense_part, is_sound = read(received[peer], entries, codec_name, *parts)
+            expect(is_sound, peer)
+            dense_parts.append(dense_part)
     return Message(indices, values, _sum_in_order(dense_parts))
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels for CPUs in numba: each runs on one core, without the GIL."""
 
+from oktopk.kernels.cpu.ascent import ascend_within
 from oktopk.kernels.cpu.elias_fano import decode_elias_fano, encode_elias_fano
 from oktopk.kernels.cpu.magnitudes import (
     all_finite,
@@ -24,6 +25,7 @@ __all__ = [
     "add_at_",
     "all_finite",
     "apply_result_",
+    "ascend_within",
     "correct_second_moments_",
     "count_at_least",
     "decode_elias_fano",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from oktopk.kernels.block_codes import LARGEST_INDEX
 from oktopk.kernels.cpu.vector import compiled, lowest_bit
 
 
@@ -40,23 +41,28 @@ def _encode(indices, lo, num_low_bits, low, high):
 
 @compiled
 def _decode(low, high, lo, num_low_bits, out):
-    held, num_held, word, count = np.uint64(0), np.uint64(0), 0, 0
+    """Fill `out`; whether the words hold as many indices, the last of which is not too large."""
+    held, num_held, word, count, index = np.uint64(0), np.uint64(0), 0, 0, lo
     bits = np.uint64(num_low_bits)
     mask = (np.uint64(1) << bits) - np.uint64(1)
     full = np.uint64(32)
     for at in range(high.size):
         ones = high[at]
-        while ones and count < out.size:
+        while ones:
+            if count == out.size:
+                return False
             if num_held < bits:
                 held |= np.uint64(low[word]) << num_held
                 word += 1
                 num_held += full
             upper = at * 32 + np.intp(lowest_bit(ones)) - count
-            out[count] = lo + ((upper << num_low_bits) | np.intp(held & mask))
+            index = lo + ((upper << num_low_bits) | np.intp(held & mask))
+            out[count] = index
             held >>= bits
             num_held -= bits
             ones &= ones - np.uint32(1)  # clears the lowest one
             count += 1
+    return count == out.size and index <= LARGEST_INDEX
 
 
 def encode_elias_fano(
@@ -68,4 +74,5 @@ def encode_elias_fano(
 
 def decode_elias_fano(low: Tensor, high: Tensor, lo: int, num_low_bits: int, out: Tensor) -> None:
     words = low.numpy().view(np.uint32), high.numpy().view(np.uint32)
-    _decode(*words, lo, num_low_bits, out.numpy())
+    if not _decode(*words, lo, num_low_bits, out.numpy()):
+        out.fill_(-1)

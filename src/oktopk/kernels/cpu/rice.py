@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oktopk.kernels.block_codes import RICE_BLOCK, num_blocks
+from oktopk.kernels.block_codes import LARGEST_INDEX, MAX_RICE_BITS, RICE_BLOCK, num_blocks
 from oktopk.kernels.cpu.vector import compiled, lowest_bit
 
 
@@ -80,12 +80,15 @@ def _encode(indices, lo, parameters, high, low):
 
 @compiled
 def _decode(parameters, high, low, lo, out):
+    """Fill `out`; whether the words hold as many indices, the last of which is not too large."""
     held, num_held, word, count, block_end = np.uint64(0), np.uint64(0), 0, 0, 0
     full, bits, mask = np.uint64(32), np.uint64(0), np.uint64(0)
     index, last = lo - 1, -1
     for at in range(high.size):
         ones = high[at]
-        while ones and count < out.size:
+        while ones:
+            if count == out.size:
+                return False
             if count == block_end:
                 bits = np.uint64(parameters[count // RICE_BLOCK])
                 mask = (np.uint64(1) << bits) - np.uint64(1)
@@ -103,6 +106,7 @@ def _decode(parameters, high, low, lo, out):
             num_held -= bits
             ones &= ones - np.uint32(1)  # clears the lowest one
             count += 1
+    return count == out.size and index <= LARGEST_INDEX
 
 
 def encode_rice(indices: Tensor, lo: int) -> Tensor:
@@ -122,9 +126,15 @@ def decode_rice(words: Tensor, lo: int, out: Tensor) -> None:
     num_parameters = num_blocks(out.numel(), RICE_BLOCK)
     num_head = -(-num_parameters // 4)
     everything = words.numpy().view(np.uint32)
+    if len(everything) < num_head:
+        out.fill_(-1)
+        return
     parameters = everything[:num_head].view(np.uint8)[:num_parameters]
     blocks = np.full(num_parameters, RICE_BLOCK)
     blocks[-1:] -= -out.numel() % RICE_BLOCK
-    num_low = -(-int(blocks @ parameters) // 32)
-    high, low = np.split(everything[num_head:], [len(everything) - num_head - num_low])
-    _decode(parameters, high, low, lo, out.numpy())
+    num_high = len(everything) - num_head - -(-int(blocks @ parameters) // 32)
+    # no bit is read before the sizes that the words tell are known to fit them
+    is_whole = num_high >= 0 and parameters.max(initial=0) <= MAX_RICE_BITS
+    high, low = np.split(everything[num_head:], [max(num_high, 0)])
+    if not (is_whole and _decode(parameters, high, low, lo, out.numpy())):
+        out.fill_(-1)

@@ -16,6 +16,7 @@ from oktopk.kernels.cuda.sums import apply_result_, merge
 from oktopk.kernels.reference import (
     add_at_,
     all_finite,
+    ascend_within,
     correct_second_moments_,
     count_at_least,
     decode_rice,
@@ -35,6 +36,7 @@ __all__ = [
     "add_at_",
     "all_finite",
     "apply_result_",
+    "ascend_within",
     "correct_second_moments_",
     "count_at_least",
     "decode_elias_fano",

@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oktopk.kernels.block_codes import LARGEST_INDEX
 from oktopk.kernels.cuda.launch import Grid, positions
 
 GRID = Grid(block=1024, num_warps=4)
+LARGEST = tl.constexpr(LARGEST_INDEX)
 
 
 @triton.jit
@@ -80,7 +82,8 @@ def _decode(low, high, ends, counts, lo, num_low_bits, num, num_low, out, n, BLO
         more = _unsigned(tl.load(low + first + 1, hit & (first + 1 < num_low), other=0))
         lower = ((pair | (more << 32)) >> (start & 31)) & mask
         upper = word * 32 + bit - entry
-        tl.store(out + entry, ((upper << num_low_bits) + lower + lo).to(tl.int32), hit)
+        index = tl.minimum((upper << num_low_bits) + lower + lo, LARGEST)  # which is never sound
+        tl.store(out + entry, index.to(tl.int32), hit)
         entry += hit.to(tl.int64)
 
 
@@ -102,3 +105,5 @@ def decode_elias_fano(low: Tensor, high: Tensor, lo: int, num_low_bits: int, out
     ends = counts.cumsum(0, dtype=torch.int32)
     numbers = lo, num_low_bits, out.numel(), low.numel()
     GRID.launch(_decode, high.numel(), low, high, ends, counts, *numbers, out)
+    if out.numel():  # then there are high words
+        out.masked_fill_(ends[-1] != out.numel(), -1)

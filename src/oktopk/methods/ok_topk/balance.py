@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from oktopk import kernels
 from oktopk.comm.communicator import Comm
 from oktopk.sparse import Sparse
 from oktopk.wire.codec import (
@@ -23,6 +25,7 @@ from oktopk.wire.codec import (
     allocate_entries,
     decode,
     encode,
+    is_possible,
     is_sized_by_count,
     num_words,
     words_per_value,
@@ -134,10 +137,12 @@ def gather(
     ranks have the same bits. Sends `entries_sent` entries, and the dense share.
     """
     dtype, rank = kept.values.dtype, comm.rank
+    for peer, (count, (lo, hi)) in enumerate(zip(counts, pairwise(bounds), strict=True)):
+        comm.expect(0 <= count <= hi - lo, peer)
     ranges = _pieces(counts, bounds, surplus_moves(counts) if balanced else [])
     own = {key: piece_range for key, piece_range in ranges.items() if key[0] == rank}
     words, decoded, own = _encoded(kept, own, codec)
-    ranges = _with_told_sizes(ranges, own, comm, dense_share.device, codec)
+    ranges = _with_told_sizes(ranges, own, comm, dense_share, codec)
     if balanced:
         surplus = {target: piece for (_, target), piece in words.items() if target != rank}
         sizes = {
@@ -199,7 +204,7 @@ def _with_told_sizes(
     ranges: dict[Piece, EntryRange],
     own: dict[Piece, EntryRange],
     comm: Comm,
-    device: torch.device,
+    like: Tensor,
     codec: CodecName,
 ) -> dict[Piece, EntryRange]:
     """All pieces with the sizes of their indices: one more header, unless counts tell the sizes.
@@ -211,12 +216,15 @@ def _with_told_sizes(
     pieces_of = [[key for key in ranges if key[0] == rank] for rank in range(comm.size)]
     most = max(len(pieces) for pieces in pieces_of)
     sizes = [piece_range.num_index_words or 0 for piece_range in own.values()]
-    told = comm.all_gather_sizes(sizes + [0] * (most - len(sizes)), device, stage="sizes")
-    return ranges | {
+    told = comm.all_gather_sizes(sizes + [0] * (most - len(sizes)), like.device, stage="sizes")
+    sized = {
         key: replace(ranges[key], num_index_words=told[rank * most + number])
         for rank, pieces in enumerate(pieces_of)
         for number, key in enumerate(pieces)
     }
+    for (rank, _), piece_range in sized.items():
+        comm.expect(is_possible(piece_range, codec, like.dtype), rank)
+    return ranges | sized
 
 
 def _read_blocks(
@@ -243,9 +251,23 @@ def _read_blocks(
     position = {key: number for number, key in enumerate(ranges)}
     dense_parts = []
     for rank, keys in held.items():
-        *parts, dense_part = blocks[rank].split(widths[rank])
-        for key, words in zip(keys, parts, strict=True):
+        *pieces, dense_part = blocks[rank].split(widths[rank])
+        for key, words in zip(keys, pieces, strict=True):
             number = position[key]
-            decode(words, ranges[key], codec, index_parts[number], value_parts[number])
+            parts = index_parts[number], value_parts[number]
+            is_sound = decode(words, ranges[key], codec, *parts)
+            comm.expect(is_sound, key[0] if rank == comm.rank else rank)
         dense_parts.append(dense_part.clone().view(dtype))
+    if len(ranges) > comm.size:  # each piece of an owner ascends, but do they one after the other?
+        _expect_ascent(indices, ranges, comm)
     return indices, values, torch.cat(dense_parts)
+
+
+def _expect_ascent(indices: Tensor, ranges: dict[Piece, EntryRange], comm: Comm) -> None:
+    """Refuse an owner whose pieces, which went through other ranks, do not ascend together."""
+    counts, lo, hi = [0] * comm.size, min(each.lo for each in ranges.values()), 0
+    for (owner, _), piece_range in ranges.items():
+        counts[owner] += piece_range.count
+        hi = max(hi, piece_range.hi)
+    for owner, region in enumerate(indices.split(counts)):
+        comm.expect(kernels.ascend_within(region, lo, hi), owner)

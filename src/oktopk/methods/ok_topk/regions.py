@@ -11,7 +11,8 @@ from torch import Tensor
 
 from oktopk import kernels
 from oktopk.comm.communicator import Comm, equal_shares
-from oktopk.methods.base import Average, count_senders
+from oktopk.errors import MessageError
+from oktopk.methods.base import Average, check_told, count_senders
 from oktopk.sparse import Sparse
 from oktopk.utils.device import to_device, to_host
 from oktopk.wire import message
@@ -46,7 +47,13 @@ def balanced_bounds(local: Sparse, comm: Comm) -> list[int]:
         equal = equal_bounds(local.numel, comm.size)[1:-1]
         proposal = to_device(equal, torch.int64, local.values.device)
     (total,) = to_host(comm.all_reduce_header(proposal, stage="bounds"))
-    return [0, *(cut // comm.size for cut in total), local.numel]
+    bounds = [0, *(cut // comm.size for cut in total), local.numel]
+    if sorted(bounds) != bounds:
+        raise MessageError(
+            f"rank {comm.global_rank}: the bounds of the regions that the ranks proposed do not "
+            f"ascend: {bounds}. A message was damaged; start again from a checkpoint"
+        )
+    return bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +105,16 @@ def split_reduce(
     told = [size for region in regions for size in sizes_to_tell(region, codec)]
     told = comm.all_to_all_sizes(told, local.values.device, stage="split")
     ranges = told_ranges(told, codec, [(lo, hi)] * comm.size)
+    check_told(ranges, codec, dtype, comm)
     num_incoming = [entries.count for entries in ranges]
     sizes = {
         peer: message.num_words(ranges[peer], codec, dtype, shares.shape[1]) for peer in comm.peers
     }
     received = comm.exchange(outgoing, sizes, local.values.device, stage="split")
     own = message.Message(indices[rank], decoded[rank], shares[rank])
-    all_indices, all_values, dense_share = message.read_all(received, ranges, codec, own, comm.rank)
+    all_indices, all_values, dense_share = message.read_all(
+        received, ranges, codec, own, comm.expect
+    )
     region = kernels.merge(all_indices, all_values, num_incoming, lo, hi)
     num_senders = None
     if average == "senders":

@@ -13,6 +13,7 @@ import torch
 
 from oktopk.kernels.backend import SecondMoment
 from oktopk.kernels.block_codes import QUANTIZE_BLOCK, QUANTIZERS
+from oktopk.kernels.cpu.ascent import ascend_within
 from oktopk.kernels.cpu.elias_fano import decode_elias_fano, encode_elias_fano
 from oktopk.kernels.cpu.magnitudes import (
     all_finite,
@@ -70,6 +71,7 @@ def _calls_on_messages() -> list[Call]:
         lambda: encode_elias_fano(indices, 0, 3, low, high),
         lambda: decode_elias_fano(low, high, 0, 3, out),
         lambda: decode_rice(encode_rice(indices, 0), 0, out),
+        lambda: ascend_within(indices, 0, 100),
         lambda: quantize(values, num_bits, parameters, codes),
         lambda: dequantize(parameters, codes, num_bits, values),
     ]

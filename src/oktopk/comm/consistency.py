@@ -18,7 +18,6 @@ from contextlib import suppress
 from hashlib import sha256
 from threading import Event
 from time import monotonic
-from typing import Any
 
 import torch
 
@@ -45,12 +44,11 @@ def check_consistency(comm: Comm, device: torch.device, values: Mapping[str, obj
 
 
 def _read_values(comm: Comm, peer: int, row: bytes) -> dict[str, object]:
-    values: Any
+    values: dict[str, object] = {}
     try:
-        values = json.loads(row)
-    except ValueError:
-        values = None
-    comm.expect(isinstance(values, dict), peer)
+        values.update(json.loads(row))
+    except (TypeError, ValueError):
+        comm.expect(False, peer)
     return values
 
 

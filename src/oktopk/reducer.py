@@ -176,15 +176,16 @@ class Reducer:
 
         The residual is this rank's own, so every rank must save its own state.
         """
-        residual = self._engine.residual
-        return {
-            "format": saved_state.FORMAT,
-            "numel": self.numel,
-            "method": self.settings.method,
-            "size": self.comm.size,
-            "residual": None if residual is None else residual.clone(),
-            "engine": to_builtins(self._engine.save()),
-        }
+        with self._engine.lock.reading():
+            residual = self._engine.residual
+            return {
+                "format": saved_state.FORMAT,
+                "numel": self.numel,
+                "method": self.settings.method,
+                "size": self.comm.size,
+                "residual": None if residual is None else residual.clone(),
+                "engine": to_builtins(self._engine.save()),
+            }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken: the same bits as a run that never stopped.
@@ -198,8 +199,9 @@ class Reducer:
         """
         here = {"numel": self.numel, "method": self.settings.method, "size": self.comm.size}
         engine, residual = saved_state.load_flat(state, here)
-        self._engine.residual = None if residual is None else residual.clone()
-        self._engine.load(engine)
+        with self._engine.lock.changing():
+            self._engine.residual = None if residual is None else residual.clone()
+            self._engine.load(engine)
         self._agreed = False  # the ranks may have loaded different states
 
     def _check(self, grad: Tensor) -> None:

@@ -50,6 +50,7 @@ def transport(monkeypatch):
     """Rank 1 of 3 over a fake NCCL: `transport.works` is what the next operation returns."""
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 3)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2])
     monkeypatch.setattr(dist, "P2POp", lambda op, tensor, *_: SimpleNamespace(tensor=tensor))
     transport: TorchTransport = TorchTransport(timeout=0.05, owned=True)
     works: list[FakeWork] = []
@@ -94,10 +95,10 @@ def test_an_error_of_the_device_is_an_exchange_error(transport):
 
 
 def test_a_cpu_waits_in_gloo_which_has_the_limit(transport):
-    transport, works = transport
+    transport, _ = transport
     work = FakeWork(float("inf"))
     work.wait = lambda: None
-    works.append(work)
+    transport.group = SimpleNamespace(send=lambda *_: work, recv=lambda *_: work)
     messages = {peer: torch.empty(4) for peer in (0, 2)}
     transport.exchange(messages, messages)
     assert work.looks == float("inf"), "nobody looked"

@@ -493,6 +493,7 @@ def drifting(group) -> str:
     take_steps(net, optimizer, rank, range(8))
     if rank == 2:
         handle.driver.anchor[100] += 1
+        handle.driver.return_to_anchor()
     try:
         take_steps(net, optimizer, rank, range(8, 16))
     except oktopk.ReplicaError as error:

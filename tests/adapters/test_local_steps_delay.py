@@ -167,7 +167,8 @@ def watched(group, dtype) -> tuple:
     def note_landing(number):
         noted = [driver.in_flight.weights, weights_of(net)]
         stats = land(number)
-        landings.append((*noted, handle.state_dict()["anchor"], weights_of(net)))
+        anchor = {name: x.clone() for name, x in driver.views(driver.anchor).items()}
+        landings.append((*noted, anchor, weights_of(net)))
         return stats
 
     driver.land = note_landing

@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 
@@ -382,3 +384,53 @@ def test_what_cannot_work_is_refused(worlds):
     for said in worlds.run(4, refusals):
         for name, (_, text) in REFUSED.items():
             assert text in said[name], (name, said[name])
+
+
+# Weights that are loaded later.
+
+
+def after_a_load(group, how: dict, full: bool, alone: bool) -> tuple[str, float]:
+    """How far the shards are from what was loaded, after rounds in which the optimizer rests."""
+    site = start(fsdp=how.get("fsdp"), **how.get("more", {}))
+    for step in range(4):
+        one_step(site, step)
+    g = torch.Generator().manual_seed(3)
+    weights = {n: torch.randn(p.shape, generator=g) for n, p in site.model.named_parameters()}
+    if dist.get_rank() < 2 or not alone:
+        if full:
+            set_model_state_dict(
+                site.model, weights, options=StateDictOptions(full_state_dict=True)
+            )
+        else:
+            site.model.load_state_dict(
+                {
+                    n: distribute_tensor(weights[n], p.device_mesh, p.placements)
+                    for n, p in site.model.state_dict().items()
+                }
+            )
+    loaded, said = shards_of(site.model), ""
+    site.optimizer.param_groups[0]["lr"] = 0.0
+    try:
+        for step in range(4, 12):
+            one_step(site, step)
+    except (ValueError, oktopk.ExchangeError) as error:
+        said = str(error)
+    after = shards_of(site.model)
+    dist.barrier(group)
+    site.handle.close()
+    away = max(float((after[n] - loaded[n]).abs().max()) for n in after if after[n].numel())
+    return said, away
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(
+    "how", [{}, {"more": STREAMING}, {"fsdp": {"reshard_after_forward": False}}]
+)
+def test_loaded_weights_are_a_new_start(worlds, how, full):
+    assert worlds.run(4, after_a_load, how, full, False) == [("", 0.0)] * 4
+
+
+def test_weights_that_one_site_loads_are_an_error_on_all_ranks(worlds):
+    for rank, (said, _) in enumerate(worlds.run(4, after_a_load, {}, False, True)):
+        assert "not the same on all ranks" in said
+        assert f"rank {rank % 2} loaded weights into " in said, "that of the first site"

@@ -103,21 +103,20 @@ def test_collectives_over_simulated_ranks(P):
 
 
 def handed_and_booked(group, method: str, steps: int, wire: str) -> list[tuple]:
-    """Bytes and messages given to torch.distributed, and what the ledger says of them."""
+    """Bytes and messages given to the process group, and what the ledger says of them."""
     handed = Traffic()
-    batch, all_reduce = dist.batch_isend_irecv, dist.all_reduce
+    send, recv, all_reduce = dist.ProcessGroup.send, dist.ProcessGroup.recv, dist.all_reduce
+    before = {name: vars(dist.ProcessGroup)[name] for name in ("send", "recv")}  # as methods
 
-    def count_batch(ops):
+    def count_send(pg, tensors, *where):
         nonlocal handed
-        for op in ops:
-            sends = op.op is dist.isend
-            handed += Traffic(
-                payload_sent=op.tensor.nbytes * sends,
-                messages_sent=int(sends),
-                payload_received=op.tensor.nbytes * (not sends),
-                messages_received=int(not sends),
-            )
-        return batch(ops)
+        handed += Traffic(payload_sent=tensors[0].nbytes, messages_sent=1)
+        return send(pg, tensors, *where)
+
+    def count_recv(pg, tensors, *where):
+        nonlocal handed
+        handed += Traffic(payload_received=tensors[0].nbytes, messages_received=1)
+        return recv(pg, tensors, *where)
 
     def count_all_reduce(x, **more):
         nonlocal handed
@@ -126,14 +125,17 @@ def handed_and_booked(group, method: str, steps: int, wire: str) -> list[tuple]:
         handed += Traffic(share, 0, 2 * peers, share, 0, 2 * peers)
         return all_reduce(x, **more)
 
-    dist.batch_isend_irecv, dist.all_reduce = count_batch, count_all_reduce
+    dist.ProcessGroup.send, dist.ProcessGroup.recv = count_send, count_recv
+    dist.all_reduce = count_all_reduce
     try:
         settings = {"density": 0.02, "warmup_steps": 1, "wire": wire}
         reducer = Reducer(3000, group=group, **WAYS[method], **settings)
         for step in range(steps):
             reducer.reduce_(STREAMS["heavy"](3000, reducer.comm.rank, step).float())
     finally:
-        dist.batch_isend_irecv, dist.all_reduce = batch, all_reduce
+        for name, whole in before.items():
+            setattr(dist.ProcessGroup, name, whole)
+        dist.all_reduce = all_reduce
     return handed, reducer.comm.ledger.total()
 
 

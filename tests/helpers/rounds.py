@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
 from idioms import Net, batch
+from oktopk.adapters.local_steps import background
 
 LOCAL = {"every": 4, "density": 0.05, "outer_momentum": 0.5, "outer_lr": 0.7, "check_every": 2}
 
@@ -84,3 +86,27 @@ def two_levels(rank: int, folder: str) -> None:
     handle.close()
     torch.save((seen, handle.comm.size, handle.stats.bytes_sent), f"{folder}/rank-{rank}")
     dist.barrier()
+
+
+def ends_in_flight(rank: int, folder: str, how: str) -> None:
+    """One of 2 ranks: rank 0 ends with an exchange in flight that rank 1 begins much later."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    where = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": 2}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30), **where)
+    net, optimizer, handle = start(None, delay=3, timeout=20.0)
+    take_steps(net, optimizer, rank, range(7))  # the first exchange has been applied
+    if rank == 0:
+        take_steps(net, optimizer, rank, range(7, 9))
+        if how == "soon":
+            background.CLOSE_SECONDS = 0.5
+        if how != "exit":
+            dist.destroy_process_group()
+        return
+    time.sleep(2)
+    said = ""
+    try:
+        take_steps(net, optimizer, rank, range(7, 11))
+    except oktopk.ExchangeError as error:
+        said = str(error)
+    torch.save((said, handle.step), f"{folder}/said")

@@ -64,6 +64,14 @@ def describe_loaded(exchanges: int, left: int) -> str:
     )
 
 
+def describe_adopted(exchange: int, names: str) -> str:
+    """That an exchange of local steps goes on from weights that were loaded."""
+    return (
+        f"exchange {exchange}: the weights that were written to {names}, the same on all ranks, "
+        "are the new starting point; what was unsent of the old ones is dropped"
+    )
+
+
 def describe_run(
     settings: Settings,
     parameters: ParameterLayout,

@@ -115,7 +115,7 @@ class GradientDriver(Driver[Parameters]):
 
     def _rescale_residual(self) -> None:
         """Bring the residual to the present loss scale and learning rates."""
-        with self.engine.lock:  # a state must not have new rates beside an old residual
+        with self.engine.lock.changing():  # a state must not have new rates beside an old residual
             scale = self.scaling.loss_scale_factor()
             if scale != 1.0:
                 self.engine.rescale(scale)

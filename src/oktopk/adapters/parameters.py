@@ -55,6 +55,11 @@ class ParameterLayout:
         """What this rank stores of the parameters, by name."""
         return self.parameters
 
+    def marks(self) -> dict[str, tuple[int, int]]:
+        """What tells, without a read, that a parameter was written: how often it was, as autograd
+        counts, and where it lies. `p.data` has no part in that count."""
+        return {name: (p._version, p.data_ptr()) for name, p in self.parameters.items()}
+
     def part(self, names: Collection[str]) -> Self:
         """The layout of some of the trained parameters, beside all that are frozen."""
         part = copy(self)

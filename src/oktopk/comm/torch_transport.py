@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from threading import Thread
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +16,9 @@ from oktopk.utils.device import finish
 
 TIMEOUT = 300.0  # seconds; less than NCCL's own limit of 600, which ends the process
 CLOSE_SECONDS = 5.0
+
+Move = Literal["send", "recv"]
+"""What is done with a tensor; the names of a process group's methods."""
 
 
 def nccl_timeout(seconds: float) -> timedelta:
@@ -47,17 +50,15 @@ class TorchTransport:
         self.global_ranks = dist.get_process_group_ranks(group)
 
     def exchange(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
-        ops, peers = [], []
+        moves: list[tuple[Move, Tensor, int]] = []
         for distance in range(1, self.size):  # rotated: no two ranks aim at the same peer at once
             source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
             if source in incoming:
-                ops.append(self._op(dist.irecv, incoming[source], source))
-                peers.append(source)
+                moves.append(("recv", incoming[source], source))
             if target in outgoing:
-                ops.append(self._op(dist.isend, outgoing[target], target))
-                peers.append(target)
-        if ops:
-            self._wait(ops, peers)
+                moves.append(("send", outgoing[target], target))
+        if moves:
+            self._wait(moves)
 
     def all_to_all(self, x: Tensor, out: Tensor) -> None:
         out[self.rank].copy_(x[self.rank])
@@ -110,7 +111,8 @@ class TorchTransport:
         self._owned = False
         group, self.group = self.group, dist.GroupMember.NON_GROUP_MEMBER
         if not self._on_device:
-            dist.destroy_process_group(group)
+            if group in dist.distributed_c10d._world.pg_map:  # else the script has destroyed it
+                dist.destroy_process_group(group)
             return
         # NCCL finishes its pending operations before it destroys a group: it waits for dead ranks
         abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
@@ -119,22 +121,38 @@ class TorchTransport:
         closing.start()
         closing.join(CLOSE_SECONDS)
 
-    def _op(self, op, tensor: Tensor, peer: int) -> dist.P2POp:  # noqa: ANN001
-        return dist.P2POp(op, tensor, self.global_ranks[peer], self.group)
+    def _begin(self, moves: list[tuple[Move, Tensor, int]]) -> list[Any]:
+        """Post all of them at once.
 
-    def _wait(self, ops: list[dist.P2POp], peers: list[int]) -> None:
-        ranks = sorted({self.global_ranks[peer] for peer in peers})
+        On CPUs by the group's own methods: torch's functions look it up among all groups first, and
+        a script that ends destroys them while its last exchange is in flight. The other ranks wait
+        for the rest of that one.
+        """
+        if moves[0][1].device.type == "cpu":
+            group = dist.group.WORLD if self.group is None else self.group
+            if group in (None, dist.GroupMember.NON_GROUP_MEMBER):
+                raise ExchangeError("the process group was closed during an exchange")
+            return [getattr(group, move)([x], peer, 0) for move, x, peer in moves]
+        how = {"send": dist.isend, "recv": dist.irecv}
+        return dist.batch_isend_irecv(
+            [
+                dist.P2POp(how[move], x, self.global_ranks[peer], self.group)
+                for move, x, peer in moves
+            ]
+        )
+
+    def _wait(self, moves: list[tuple[Move, Tensor, int]]) -> None:
+        peers = [self.global_ranks[peer] for *_, peer in moves]
+        ranks = sorted(set(peers))
         try:
-            works = dist.batch_isend_irecv(ops)
+            works = self._begin(moves)
         except RuntimeError as error:
             raise ExchangeError(f"the connection to a rank of {ranks} is gone: {error}") from error
         # NCCL returns one work for all of them
-        each = len(works) == len(ops)
-        names = (
-            [f"rank {self.global_ranks[peer]}" for peer in peers] if each else [f"ranks {ranks}"]
-        )
+        each = len(works) == len(moves)
+        names = [f"rank {peer}" for peer in peers] if each else [f"ranks {ranks}"]
         for work, name in zip(works, names, strict=True):
-            self._finish(work, ops[0].tensor, f"no exchange with {name}")
+            self._finish(work, moves[0][1], f"no exchange with {name}")
 
     def _finish(self, work: Any, x: Tensor, failure: str) -> None:
         self._on_device = x.device.type != "cpu"

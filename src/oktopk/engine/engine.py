@@ -12,10 +12,10 @@ sparse phase. Methods that cannot propose candidates must see everything to choo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from hashlib import sha256
-from threading import RLock
 
 import msgspec
 import torch
@@ -26,6 +26,7 @@ from oktopk.engine.buckets import Bucket, Buckets, check_indexable, grouped, sha
 from oktopk.engine.group_tuning import GroupTuning, SavedTuning
 from oktopk.engine.plan import NEVER, StepPlan, has_quotas, make_plan, min_group_numel
 from oktopk.engine.shards import UNSHARDED, Shards
+from oktopk.engine.state_lock import StateLock
 from oktopk.engine.step import Memory, Step
 from oktopk.errors import NonfiniteError
 from oktopk.methods import METHODS
@@ -70,7 +71,7 @@ class Engine:
         """Finished steps."""
 
         self.skipped = 0
-        self.lock = RLock()
+        self.lock = StateLock()
         """Held while the state changes. Hold it to read several parts of the state together."""
 
         asked = settings.group_numel
@@ -82,7 +83,7 @@ class Engine:
 
     def regroup(self, group_numel: int) -> None:
         """Exchange the same buckets in groups of another size. The residual stays as it is."""
-        with self.lock:
+        with self.lock.changing():
             self.group_numel = group_numel
             buckets = list(self.buckets.items)
             if self._grouped(buckets) == self.buckets:
@@ -144,8 +145,16 @@ class Engine:
         memory = self._memory(plan, like)
         return Step(plan, self.buckets, method, states, memory, self.comm, self.shards)
 
-    def finish(self, step: Step, waited_since: float | None = None) -> StepStats:
-        """End the step: all ranks apply it, or none. Every bucket must have been added."""
+    def finish(
+        self,
+        step: Step,
+        waited_since: float | None = None,
+        also: Callable[[bool], None] | None = None,
+    ) -> StepStats:
+        """End the step: all ranks apply it, or none. Every bucket must have been added.
+
+        `also` changes what belongs to the same state, and is told whether the step was skipped.
+        """
         skipped = not step.agree_on_finite()
         if skipped:
             step.skip(float("nan") if self.settings.on_nonfinite == "deliver" else 0.0)
@@ -161,12 +170,14 @@ class Engine:
             skipped=skipped,
             waited_since=waited_since,
         )
-        self._commit(step, skipped)
+        self._commit(step, skipped, also)
         return stats
 
-    def _commit(self, step: Step, skipped: bool) -> None:
+    def _commit(self, step: Step, skipped: bool, also: Callable[[bool], None] | None) -> None:
         """Count the step and, unless it was skipped, take over what it computed."""
-        with self.lock:
+        with self.lock.changing():
+            if also is not None:
+                also(skipped)
             self.step += 1
             self.skipped += skipped
             if skipped:
@@ -214,7 +225,7 @@ class Engine:
 
     def rescale(self, factor: float) -> None:
         """Multiply the residual and the thresholds: all gradients will be that much larger."""
-        with self.lock:
+        with self.lock.changing():
             if self.residual is not None:
                 self.residual.mul_(factor)
             for state in (*self.group_states, self.model_state):

@@ -143,7 +143,7 @@ class StepDriver(GradientDriver[DDPParameterLayout]):
         self.parameters.check_sizes(self._waiting, ddp_layout)
         layout = self.buckets.observe(self.engine.step, self.layout, ddp_layout)
         if layout != self.layout:
-            with self.engine.lock:
+            with self.engine.lock.changing():
                 self.set_layout(layout, self.residuals)
         if not self.is_checked:
             first = self._waiting[0].buffer
@@ -174,10 +174,10 @@ class StepDriver(GradientDriver[DDPParameterLayout]):
         if tuning.is_due(engine.step):
             medians = to_device(tuning.medians(), torch.int64, self.parameters.device)
             (totals,) = to_host(self.comm.all_reduce_header(medians, stage="groups"))
-            with engine.lock:
+            with engine.lock.changing():
                 tuning.choose(totals)
             self._log_choice(tuning, totals)
-        with engine.lock:
+        with engine.lock.changing():
             if not tuning.choices and engine.step >= self._first_settled_step:
                 self._plan_trials(tuning)
             engine.regroup(tuning.group_numel_at(engine.step, engine.group_numel))
@@ -218,7 +218,7 @@ class StepDriver(GradientDriver[DDPParameterLayout]):
         stats = self.engine.finish(self._step, waited_since=last.at)
         self._step = None
         if self.engine.tuning and self._begun_at is not None and not plan.whole_model:
-            with self.engine.lock:
+            with self.engine.lock.changing():
                 self.engine.tuning.record(plan.step, self.clock() - self._begun_at)
         if self._copies is not None:
             self.parameters.copy_back(self._copies, self._waiting, self.layout)

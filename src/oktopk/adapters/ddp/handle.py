@@ -178,7 +178,7 @@ class Handle(BaseHandle[StepDriver]):
         """
         self._refuse_shared_names()
         engine = self.driver.engine
-        with engine.lock:
+        with engine.lock.reading():
             text = self._metadata(self.driver.buckets.settled, self.driver.scaling.save())
             with reading(engine.residual):
                 residuals = self.driver.copied_residuals()
@@ -219,7 +219,7 @@ class Handle(BaseHandle[StepDriver]):
         """
         saved = self._read(state)
         metadata = saved.metadata
-        with self.driver.engine.lock:
+        with self.driver.engine.lock.changing():
             self._load_exchange(saved, metadata.layout)
             self.driver.scaling.load(metadata.residual_scaling)
             self._staleness.load_state_dict(saved.arrived)

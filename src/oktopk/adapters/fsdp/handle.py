@@ -80,12 +80,13 @@ class FSDPHandle(BaseHandle[ShardDriver]):
         """
         layout = self.driver.parameters
         replica, shard = self.comm.rank, self.driver.shard_comm.rank
-        text = self._metadata(layout.layout, self.driver.scaling.save())
+        with self.driver.engine.lock.reading():
+            text = self._metadata(layout.layout, self.driver.scaling.save())
+            residuals = self.driver.copied_residuals()
+            arrived = self._staleness.state_dict()
         return {
-            "residuals": {
-                str(replica): fsdp_state.as_dtensors(self.driver.copied_residuals(), layout)
-            },
-            "arrived": fsdp_state.as_dtensors(self._staleness.state_dict(), layout),
+            "residuals": {str(replica): fsdp_state.as_dtensors(residuals, layout)},
+            "arrived": fsdp_state.as_dtensors(arrived, layout),
             "metadata": {fsdp_state.place(replica, shard): text},
         }
 
@@ -97,7 +98,7 @@ class FSDPHandle(BaseHandle[ShardDriver]):
         it, and they wait for each other: where one of them refuses its state, all of them raise.
         """
         saved = self._read(state)
-        with self.driver.engine.lock:
+        with self.driver.engine.lock.changing():
             self._load_exchange(saved, self.driver.layout)
             self.driver.scaling.load(saved.metadata.residual_scaling)
             self._staleness.load_state_dict(saved.arrived)

@@ -46,6 +46,16 @@ class ShardLayout(ParameterLayout):
         """This rank's shards, by name."""
         return {name: self.shard(name) for name in self.parameters}
 
+    def marks(self) -> dict[str, tuple[int, int]]:
+        marks = {}
+        for name in self.parameters:
+            whole = self._sharded[name].sharded_param
+            shard = (
+                whole._local_tensor
+            )  # a write to a DTensor is not counted there, nor the reverse
+            marks[name] = (whole._version + shard._version, shard.data_ptr())
+        return marks
+
     def shard(self, name: str) -> Tensor:
         """This rank's shard of a parameter, without padding."""
         return local_shard(self._sharded[name].sharded_param.detach())

@@ -33,6 +33,10 @@ class Job(Generic[T]):
         self.event: torch.cuda.Event | None = None
         """On CUDA: when the side stream has done it."""
 
+    def error(self) -> BaseException | None:
+        """Wait for it: the error that it raised, or None."""
+        return self.future.exception()
+
     def result(self) -> T:
         """Wait for it: what it returned, or the error that it raised."""
         value = self.future.result()
@@ -73,11 +77,14 @@ class BackgroundThread:
         self._queue.put(partial(_answer, job, act))
         return job
 
-    def close(self) -> None:
-        """Let the thread end when it has run what was queued; wait for it at most 5 s."""
+    def close(self) -> bool:
+        """Let the thread end when it has run what was queued; wait for it at most 5 s. Returns
+        whether it has."""
         self._queue.put(None)
-        if threading.current_thread() is not self._thread:  # it may hold the last reference
-            self._thread.join(CLOSE_SECONDS)
+        if threading.current_thread() is self._thread:  # it may hold the last reference
+            return True
+        self._thread.join(CLOSE_SECONDS)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (answer := self._queue.get()) is not None:

@@ -14,7 +14,7 @@ engine; the thread that trains reads none of them until it has waited.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -27,7 +27,8 @@ from oktopk.adapters.buffers import RoundBuffers
 from oktopk.adapters.driver import Driver, OnStep
 from oktopk.adapters.local_steps.agreement import Notice, by_value, tell
 from oktopk.adapters.local_steps.background import Job
-from oktopk.adapters.local_steps.outer_step import OuterOptions, landed, outer_step_
+from oktopk.adapters.local_steps.outer_step import OuterOptions, landed, outer_step
+from oktopk.adapters.local_steps.writes import Watch, Written, compare, listed
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.adapters.side_stream import share
 from oktopk.comm.communicator import Comm
@@ -47,8 +48,28 @@ SAME_MOVES = (
     "its own share of the data (DistributedSampler)"
 )
 
+MOVES = (
+    "rank %d: the weights of %s were written between two steps of the optimizer, not the same on "
+    "all ranks: they count as moves of each rank, as those of the optimizer do (said once); to go "
+    "on from other weights, load the same ones on every rank by load_state_dict"
+)
+
 Submit = Callable[[Callable[[], StepStats], Tensor], Job[StepStats]]
 """Runs a function in the background, on the device of a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What this rank brings to an exchange, at the end of a round."""
+
+    weights: dict[str, Tensor]
+    change: Tensor
+    """What they have changed by since the last exchange, flat. The exchange writes to it."""
+
+    written: Written
+    notice: Notice
+    local_steps: int
+    """Optimizer steps of the round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +83,8 @@ class InFlight:
     """Exchanges that were applied or skipped before, and those that were skipped."""
 
     job: Job[StepStats]
+    local_steps: int
+    """Optimizer steps of the round that it ended."""
 
 
 class RoundDriver(Driver[ParameterLayout]):
@@ -112,6 +135,12 @@ class RoundDriver(Driver[ParameterLayout]):
         self.in_flight: InFlight | None = None
         """The exchange that was launched and has not landed."""
 
+        self.is_at_anchor = True
+        """Whether the weights are those of the anchor, unless something else has written them."""
+
+        self.adopted: list[str] = []
+        """Parameters of which the last exchange took what was loaded for a new start."""
+
         self.set_layout([list(parameters.parameters)], {})
         numel, device = self.engine.buckets.numel, parameters.device
         self.anchor = torch.empty(numel, dtype=self.acc_dtype, device=device)
@@ -119,6 +148,7 @@ class RoundDriver(Driver[ParameterLayout]):
 
         self.momentum = torch.zeros_like(self.anchor) if options.outer_momentum else None
         self.set_anchor()
+        self.watch = Watch(parameters)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of a flat vector by parameter name."""
@@ -142,6 +172,12 @@ class RoundDriver(Driver[ParameterLayout]):
         return self.in_flight is not None and self.local_steps >= self.options.delay
 
     @property
+    def is_running(self) -> bool:
+        """Whether an exchange runs in the background. Where it has failed, it is not settled."""
+        job = None if self.in_flight is None else self.in_flight.job
+        return job is not None and (not job.future.done() or job.error() is not None)
+
+    @property
     def counts(self) -> tuple[int, int]:
         """Exchanges that were applied or skipped, and those that were skipped.
 
@@ -156,65 +192,102 @@ class RoundDriver(Driver[ParameterLayout]):
 
         It is the exchange of this number among those of all fragments.
         """
-        self.buffers.take()
-        change = self._weight_change()
-        stats = replace(self._run(change, self._notice(), self.local_steps), step=number)
-        self._set_weights(stats)
-        self.local_steps = 0
-        return stats
+
+        def end_round(skipped: bool) -> None:
+            self._set_weights(number, skipped)
+            self.local_steps = 0
+
+        offer = self._offer(self.parameters.stored())
+        return replace(self._run(offer, end_round), step=number)
 
     def launch(self, submit: Submit) -> None:
         """End the round, and exchange the weight changes in the background."""
-        change, counts = self._weight_change(), self.counts
-        self.buffers.take()
         weights = {name: p.detach().clone() for name, p in self.parameters.stored().items()}
-        if self.engine.residual is not None:  # of a state, or of an exchange on this thread
-            share(self.engine.residual)
-        job = submit(partial(self._run, change, self._notice(), self.local_steps), change)
-        self.in_flight = InFlight(weights, counts, job)
+        offer, counts = self._offer(weights), self.counts
+        for kept in (self.engine.residual, self.anchor, self.momentum):
+            if kept is not None:  # made on this thread, and freed by the other one
+                share(kept)
+        job = submit(partial(self._run, offer), offer.change)
+        self.in_flight = InFlight(weights, counts, job, self.local_steps)
         self.local_steps = 0
 
     def land(self, number: int) -> StepStats:
         """Wait for the exchange that was launched, and apply it as the one of this number."""
-        assert self.in_flight is not None
-        begun = perf_counter()
-        stats = self.in_flight.job.result()
+        begun, flight = perf_counter(), self.in_flight
+        assert flight is not None
+        stats = flight.job.result()
         stats = replace(stats, step=number, exposed=perf_counter() - begun)
-        launched, self.in_flight = self.in_flight.weights, None
-        self._set_weights(stats, launched)
+        with self.engine.lock.changing():
+            self.in_flight = None
+            self._set_weights(number, stats.skipped, flight.weights)
         return stats
 
-    def _notice(self) -> Notice:
-        """What this rank tells the others before an exchange that begins now."""
-        return Notice(
-            num_written=0,
+    def settle(self) -> BaseException | None:
+        """Wait for the exchange that was launched, without applying it.
+
+        Where it failed, its round goes on as if it had not been launched. Returns the error.
+        """
+        flight = self.in_flight
+        error = None if flight is None else flight.job.error()
+        if flight is not None and error is not None:
+            with self.engine.lock.changing():
+                if self.in_flight is flight:  # no other thread has settled it
+                    self.local_steps += flight.local_steps
+                    self.in_flight = None
+        return error
+
+    def look(self) -> None:
+        """Note what something else than the optimizer has written to the weights until now."""
+        self.watch.look(self.views(self.anchor) if self.is_at_anchor else None)
+
+    def after_step(self) -> None:
+        """Count a local step."""
+        self.local_steps += 1
+        self.is_at_anchor = False
+
+    def _offer(self, weights: dict[str, Tensor]) -> Offer:
+        self.buffers.take()
+        change = self._weight_change(weights, torch.empty_like(self.anchor))
+        written = self.watch.written.copy()
+        notice = Notice(
+            num_written=len(written.values),
             fragment=self.number,
             num_steps=self.num_steps,
             has_finished=int(self.has_finished),
             moves=0,
         )
+        return Offer(weights, change, written, notice, self.local_steps)
 
-    def _run(self, change: Tensor, notice: Notice, local_steps: int) -> StepStats:
-        """All that is collective of an exchange. It moves the anchor and leaves the weights."""
-        begun = perf_counter()
+    def _run(self, offer: Offer, end_round: Callable[[bool], None] | None = None) -> StepStats:
+        """All that is collective of an exchange. It moves the anchor and leaves the weights, which
+        `end_round` may set; it is told whether the exchange was skipped."""
+        begun, change = perf_counter(), offer.change
         if not self.is_checked:
-            steps = {"local steps": local_steps, "local steps as loaded": self.loaded_steps}
-            values = asdict(self.options) | steps
-            self.check_consistency(change, **values)
+            local = {"local steps": offer.local_steps, "local steps as loaded": self.loaded_steps}
+            self.check_consistency(change, **(asdict(self.options) | local))
+        means: dict[str, Tensor] = {}
+
+        def commit(skipped: bool) -> None:
+            if not skipped:
+                moved = outer_step(self.anchor, change, self.momentum, self.options)
+                self.anchor, self.momentum = moved
+                self.buffers.anchor = self.buffers.anchor | means
+            if end_round is not None:
+                end_round(skipped)
+
         step = self.engine.begin(change)
         try:
-            self._tell(notice, change)
+            self._tell(offer.notice, change)
+            if any(notice.num_written for notice in self.notices):
+                self._agree(offer)
             self._check_replicas(step.plan.step)
             self.revise_budget(step.plan)
             step.add_bucket(0, change)
-            means = self._buffer_means(step)
-            stats = self.engine.finish(step)
+            means |= self._buffer_means(step)
+            stats = self.engine.finish(step, also=commit)
         except BaseException:
             step.discard()
             raise
-        if not stats.skipped:
-            outer_step_(self.anchor, change, self.momentum, self.options)
-            self.buffers.anchor = self.buffers.anchor | means
         self.note_seconds(stats, begun)
         return stats
 
@@ -246,35 +319,75 @@ class RoundDriver(Driver[ParameterLayout]):
         with step.recorder.clock("exchange"):
             return self.buffers.means(comms, self.parameters.device, where)
 
-    def _weight_change(self) -> Tensor:
-        """Weights after the last exchange minus weights now, flat: the outer gradient of DiLoCo."""
-        change = torch.empty_like(self.anchor)
-        anchors, weights = self.views(self.anchor), self.parameters.stored()
+    def _agree(self, offer: Offer) -> None:
+        """Decide with the other ranks about weights that something else has written."""
+        written = offer.written
+        outcome = compare(written, offer.weights, self.views(self.anchor), self.comm)
+        with self.engine.lock.changing():
+            self._adopt(outcome.adopted)
+            now = self.watch.written  # another load may have come since the launch
+            now.forget([name for name, x in written.values.items() if now.values.get(name) is x])
+        self._weight_change(offer.weights, offer.change, outcome.adopted)
+        self.adopted = list(outcome.adopted)
+        self.watch.sees_all = self.watch.sees_all and not outcome.moves
+        if outcome.moves and self.comm.rank == 0:
+            log.warning(MOVES, self.comm.global_rank, listed(outcome.moves))
+
+    def _adopt(self, starts: dict[str, Tensor]) -> None:
+        """Let these weights be the anchor: what was unsent of the old ones, and the momentum that
+        has led to them, are gone."""
+        anchors = self.views(self.anchor)
+        momenta = {} if self.momentum is None else self.views(self.momentum)
+        for name, start in starts.items():
+            anchors[name].copy_(start)
+            for kept in (self.residuals, momenta):
+                if name in kept:
+                    kept[name].zero_()
+
+    def _weight_change(
+        self, weights: dict[str, Tensor], change: Tensor, names: Container[str] | None = None
+    ) -> Tensor:
+        """Weights after the last exchange minus these, flat: the outer gradient of DiLoCo. Written
+        to `change`, of some parameters or of all."""
+        anchors = self.views(self.anchor)
         for name, view in self.views(change).items():
-            parameter = weights[name].detach()
-            # as this rank had it: rounded, if the parameter has fewer bits than the anchor
-            view.copy_(anchors[name].to(parameter.dtype)).sub_(parameter)
+            if names is None or name in names:
+                parameter = weights[name].detach()
+                # as this rank had it: rounded, if the parameter has fewer bits than the anchor
+                view.copy_(anchors[name].to(parameter.dtype)).sub_(parameter)
         return change
 
-    def _set_weights(self, stats: StepStats, launched: dict[str, Tensor] | None = None) -> None:
+    def _set_weights(
+        self, number: int, skipped: bool, launched: dict[str, Tensor] | None = None
+    ) -> None:
         """Apply an exchange, on top of the moves since the launch if it was launched."""
         weights = {name: p.detach() for name, p in self.parameters.stored().items()}
-        if stats.skipped:
-            self._log_nonfinite(stats.step, launched or weights)
-        if stats.skipped or launched is None:
+        if skipped:
+            self._log_nonfinite(number, launched or weights)
+        if skipped or launched is None:
             self.return_to_anchor()
             return
+        written = self.watch.written
         self.buffers.return_to_anchor()  # means of variances stay such; sums with moves may not
         for name, anchor in self.views(self.anchor).items():
-            now = weights[name]
-            now.copy_(landed(anchor, now, launched[name], self.options.mixing))
+            if name not in written.loaded:  # what was loaded since the launch stays as it is
+                now = weights[name]
+                now.copy_(landed(anchor, now, launched[name], self.options.mixing))
+        if moves := [name for name in written.values if name not in written.loaded]:
+            if self.watch.sees_all:
+                log.warning(MOVES, self.comm.global_rank, listed(moves))
+            self.watch.sees_all = False
+            written.forget(moves)
 
     def return_to_anchor(self) -> None:
-        """Set weights and buffers to those after the last exchange, the same on every rank."""
+        """Set weights and buffers to those after the last exchange, the same on every rank; weights
+        that were loaded since, to what was loaded."""
         self.buffers.return_to_anchor()
-        weights = self.parameters.stored()
+        weights, written = self.parameters.stored(), self.watch.written
+        written.forget([name for name in written.values if name not in written.loaded])
         for name, anchor in self.views(self.anchor).items():
-            weights[name].detach().copy_(anchor)
+            weights[name].detach().copy_(written.values.get(name, anchor))
+        self.is_at_anchor = not written.values
 
     def _check_replicas(self, step: int) -> None:
         """Compare the anchors: between exchanges the weights themselves differ."""
@@ -292,5 +405,5 @@ class RoundDriver(Driver[ParameterLayout]):
                 "not finite either, reset it",
                 self.comm.global_rank,
                 number,
-                ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else ""),
+                listed(bad),
             )

@@ -47,6 +47,8 @@ class Fragment(BaseHandle[RoundDriver]):
             "launched": {} if in_flight is None else _copies(in_flight.weights),
             "launched_stats": local_state.write_stats(stats),
             **driver.buffers.state_dict(),
+            "written": _copies(driver.watch.written.values),
+            "loaded": sorted(driver.watch.written.loaded),
             "local_steps": driver.local_steps,
             "metadata": self._metadata([], SavedRates(rates={}, peaks={}, scale=None)),
         }
@@ -81,7 +83,7 @@ class Fragment(BaseHandle[RoundDriver]):
         """Take over a state that was read."""
         driver, each = self.driver, saved.round
         weights = driver.parameters.stored()
-        with torch.no_grad(), driver.engine.lock:
+        with torch.no_grad(), driver.engine.lock.changing():
             self._load_exchange(saved, driver.layout)
             for name, view in driver.views(driver.anchor).items():
                 view.copy_(each.anchor[name])
@@ -95,6 +97,8 @@ class Fragment(BaseHandle[RoundDriver]):
             driver.local_steps = driver.loaded_steps = each.local_steps
             driver.in_flight = self._in_flight(each)
             driver.num_steps, driver.notices = 0, []
+            driver.is_at_anchor = False
+            driver.watch.written = each.written.copy()
             driver.is_checked = False
 
     def _in_flight(self, each: local_state.Round) -> InFlight | None:
@@ -103,7 +107,7 @@ class Fragment(BaseHandle[RoundDriver]):
         engine, device = self.driver.engine, self.driver.parameters.device
         counts = engine.step - 1, engine.skipped - each.stats.skipped
         launched = {name: x.to(device) for name, x in each.launched.items()}
-        return InFlight(launched, counts, finished(each.stats))
+        return InFlight(launched, counts, finished(each.stats), 0)
 
     def close(self) -> None:
         """Nothing: connections and threads belong to `LocalSteps`."""

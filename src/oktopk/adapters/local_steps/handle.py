@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from oktopk.adapters.announcement import describe_loaded
+from oktopk.adapters.announcement import describe_adopted, describe_loaded
 from oktopk.adapters.driver import OnStep
 from oktopk.adapters.handle import BaseHandle, Connection
 from oktopk.adapters.local_steps import state as local_state
@@ -19,9 +21,12 @@ from oktopk.adapters.local_steps.agreement import by_value
 from oktopk.adapters.local_steps.background import BackgroundThread, Job
 from oktopk.adapters.local_steps.driver import RoundDriver
 from oktopk.adapters.local_steps.fragment import Fragment
+from oktopk.adapters.local_steps.moments import Moments
 from oktopk.adapters.local_steps.outside import Outside
 from oktopk.adapters.local_steps.ranks import Ranks
-from oktopk.adapters.local_steps.step_hooks import UncountedSteps, hook_steps
+from oktopk.adapters.local_steps.step_hooks import UncountedSteps, hook_steps, is_stepping
+from oktopk.adapters.local_steps.writes import hook_loads, listed
+from oktopk.comm.communicator import Comm
 from oktopk.comm.consistency import ranks_text
 from oktopk.comm.failure_detector import FailureDetector
 from oktopk.engine.saved_state import Exchanged, Saved
@@ -35,6 +40,10 @@ T = TypeVar("T")
 Finished = tuple[RoundDriver, StepStats]
 """An exchange that was applied or skipped, with its number among those of all fragments."""
 
+ENDED = (
+    "it ended, by close() or with its script, while an exchange was in flight that another rank "
+    "had not begun: call exchange() on every rank at the end of training"
+)
 CLOSED = "the handle of local_steps was closed: call local_steps again"
 
 
@@ -76,7 +85,11 @@ class LocalSteps(BaseHandle[RoundDriver]):
         """The driver that finished an exchange last."""
 
         # the optimizer keeps this handle alive: the user may drop what local_steps returned
-        self._remove_hooks = hook_steps(optimizers, self._after_step)
+        self._remove_hooks = hook_steps(optimizers, self._before_step, self._after_step)
+        self._load_hooks = hook_loads(model, [driver.watch for driver in drivers])
+        for driver in drivers:  # SAM writes the weights between its steps, and puts them back
+            driver.watch.sees_all = len(optimizers) == 1
+        self._moments = Moments(partial(is_stepping, [id(each) for each in optimizers]))
         layouts = [driver.parameters for driver in drivers]
         trained = [p for layout in layouts for p in layout.parameters.values()]
         self._uncounted = UncountedSteps(optimizers, trained, warns=drivers[0].rank == 0)
@@ -84,7 +97,7 @@ class LocalSteps(BaseHandle[RoundDriver]):
         self._check_outside()
         self._thread = BackgroundThread() if self.driver.options.delay else None
         self._finalizer = weakref.finalize(
-            self, _end_threads, connection.failure_detector, self._thread
+            self, _end_threads, connection.failure_detector, self._thread, self._everyone
         )
 
     @property
@@ -148,11 +161,12 @@ class LocalSteps(BaseHandle[RoundDriver]):
         different numbers of steps, call `finish`.
         """
         finished: list[Finished] = []
-        for driver in self.drivers:
-            if driver.in_flight is not None:
-                finished += self._attempt(self._land, driver)
-        for driver in self.drivers:
-            finished += self._attempt(self._exchange_early, driver)
+        with self._changing():
+            for driver in self.drivers:
+                if driver.in_flight is not None:
+                    finished += self._attempt(self._land, driver)
+            for driver in self.drivers:
+                finished += self._attempt(self._exchange_early, driver)
         self._report(finished)
         return finished[-1][1]
 
@@ -171,7 +185,9 @@ class LocalSteps(BaseHandle[RoundDriver]):
             driver.has_finished = True
         try:
             while not self._all_have_finished:
-                self._advance()
+                with self._changing():
+                    finished = self._advance()
+                self._report(finished)
             if self._thread is not None or len(self.drivers) > 1:
                 self.exchange()  # what is in flight, and the other fragments
         finally:
@@ -201,11 +217,26 @@ class LocalSteps(BaseHandle[RoundDriver]):
         and at any time; with several fragments `fragments` has the states of all. Inside a round
         the weights and the residual are this rank's own: save one file per rank, or use
         `gathered_state_dict`. The optimizer's state is each rank's own too, and is not part of it.
+
+        Any thread may call it: it waits for the end of an optimizer step. A signal handler that
+        interrupts one cannot wait, and gets a RuntimeError. After an exchange has failed, it is the
+        state before that exchange.
         """
         self._refuse_shared_names()
-        self._wait()
-        states = [fragment.state_dict() for fragment in self.fragments]
+        states = None
+        while states is None:  # another thread may launch an exchange meanwhile
+            self._settle()
+            states = self._states()
         return states[0] if len(states) == 1 else {local_state.FRAGMENTS: states}
+
+    def _states(self) -> list[dict[str, Any]] | None:
+        """Those of all fragments; None while an exchange is running."""
+        with self._moments.reading():
+            if any(driver.is_running for driver in self.drivers):
+                return None
+            for driver in self.drivers:
+                driver.look()
+            return [fragment.state_dict() for fragment in self.fragments]
 
     def gathered_state_dict(self) -> dict[str, Any]:
         """The states of all ranks, on every rank. A collective; not for a model of FSDP2."""
@@ -228,8 +259,9 @@ class LocalSteps(BaseHandle[RoundDriver]):
         self._wait()
         saved = self._read(state)
         assert isinstance(saved, local_state.SavedFragments)
-        for fragment, each in zip(self.fragments, saved.fragments, strict=True):
-            fragment.load_saved(each)
+        with self._changing():
+            for fragment, each in zip(self.fragments, saved.fragments, strict=True):
+                fragment.load_saved(each)
         if self._announces:
             left = min(driver.options.every - driver.local_steps for driver in self.drivers)
             announce(describe_loaded(self.step, max(left, 1)))  # `every` may be smaller now
@@ -261,6 +293,8 @@ class LocalSteps(BaseHandle[RoundDriver]):
         open.
         """
         self._remove_hooks()
+        for hook in self._load_hooks:
+            hook.remove()
         self._uncounted.close()
         self._connection.failure_detector.hint = ""  # it may be that of the whole job
         self._finalizer()
@@ -268,24 +302,49 @@ class LocalSteps(BaseHandle[RoundDriver]):
             driver.in_flight = None
         self._close_comm()
 
-    def _after_step(self) -> None:
-        self._uncounted.after_step()
-        self._outside.after_step()
+    def _before_step(self) -> None:
+        self._moments.begin_step()
         for driver in self.drivers:
-            driver.num_steps += 1
-        self._advance()
+            driver.look()
 
-    def _advance(self) -> None:
+    def _after_step(self) -> None:
+        try:
+            self._uncounted.after_step()
+            self._outside.after_step()
+            for driver in self.drivers:
+                driver.num_steps += 1
+            finished = self._advance()
+        finally:
+            self._note_writes()
+            self._moments.end_step()
+        self._report(finished)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """The block changes the state outside of a step. What it writes is no write of others."""
+        with self._moments.changing():
+            for driver in self.drivers:
+                driver.look()
+            try:
+                yield
+            finally:
+                self._note_writes()
+
+    def _note_writes(self) -> None:
+        for driver in self.drivers:
+            driver.watch.note()
+
+    def _advance(self) -> list[Finished]:
         """Do what is due after a step; one of a rank that has finished moves nothing."""
         for driver in self.drivers:  # all of them, before one raises
-            driver.local_steps += 1
+            driver.after_step()
         finished: list[Finished] = []
         for driver in self.drivers:
             if driver.is_landing_due:
                 finished += self._attempt(self._land, driver)
             if driver.is_due:
                 finished += self._attempt(self._end_round, driver)
-        self._report(finished)
+        return finished
 
     def _attempt(self, act: Callable[[RoundDriver], T], driver: RoundDriver) -> T:
         """Do something with a driver; an error ends the exchange on all ranks."""
@@ -363,6 +422,7 @@ class LocalSteps(BaseHandle[RoundDriver]):
         """Tell of exchanges. After all else that a step does: a callback may save the state."""
         for driver, stats in finished:
             self._last = driver
+            self._tell_adopted(driver, stats)
             driver.tell(stats, self.skipped_steps)
         for driver, stats in finished:
             if stats.skipped:
@@ -372,6 +432,18 @@ class LocalSteps(BaseHandle[RoundDriver]):
     def _collective(self, act: Callable[[], T]) -> T:
         self._wait()  # collectives leave one after the other
         return super()._collective(act)
+
+    def _tell_adopted(self, driver: RoundDriver, stats: StepStats) -> None:
+        names, driver.adopted = driver.adopted, []
+        if names and self._announces:
+            announce(describe_adopted(stats.step, listed(names)))
+
+    def _settle(self) -> None:
+        """Wait for what is in flight, without applying it. What failed is raised by the next
+        exchange: a state can be taken all the same."""
+        for driver in self.drivers:
+            error = driver.settle()
+            self.failure = self.failure or error
 
     def _wait(self) -> None:
         """Wait for what is in flight, without applying it."""
@@ -409,7 +481,10 @@ def _result(driver: RoundDriver) -> StepStats:
     return driver.in_flight.job.result()
 
 
-def _end_threads(detector: FailureDetector, thread: BackgroundThread | None) -> None:
-    if thread is not None:
-        thread.close()
+def _end_threads(
+    detector: FailureDetector, thread: BackgroundThread | None, everyone: Comm
+) -> None:
+    """At the end of a script too, where an exchange in flight is waited for as well."""
+    if thread is not None and not thread.close():
+        detector.abort(RuntimeError(ENDED), everyone)
     detector.close()

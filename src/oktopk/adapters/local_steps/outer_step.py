@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from oktopk.utils.arguments import integer, number
@@ -66,18 +67,20 @@ class OuterOptions:
             raise ValueError(f"fragments must be at most every={self.every}, got {self.fragments}")
 
 
-def outer_step_(
+def outer_step(
     anchor: Tensor, change: Tensor, momentum: Tensor | None, options: OuterOptions
-) -> None:
-    """Move the anchor by the mean change, as SGD(nesterov=True) does with a gradient (DiLoCo).
+) -> tuple[Tensor, Tensor | None]:
+    """The anchor moved by the mean change, as SGD(nesterov=True) does with a gradient (DiLoCo), and
+    the momentum after it.
 
     Products and sums are rounded one by one: `add_(x, alpha=...)` may round once for both, on some
-    processors only, and the ranks may have different ones. Overwrites `change`.
+    processors only, and the ranks may have different ones. The new anchor is in the memory of
+    `change`; the old anchor and the old momentum are left as they were.
     """
     if momentum is not None:
-        momentum.mul_(options.outer_momentum).add_(change)
+        momentum = (momentum * options.outer_momentum).add_(change)
         change.add_(momentum * options.outer_momentum)
-    anchor.sub_(change.mul_(options.outer_lr))
+    return torch.sub(anchor, change.mul_(options.outer_lr), out=change), momentum
 
 
 def landed(anchor: Tensor, now: Tensor, launched: Tensor, mixing: float) -> Tensor:

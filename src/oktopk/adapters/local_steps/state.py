@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from oktopk.adapters.buffers import FLOATS
 from oktopk.adapters.local_steps.outer_step import landed
+from oktopk.adapters.local_steps.writes import Written, listed
 from oktopk.engine.saved_state import (
     DTYPES,
     RANKS,
@@ -65,20 +66,33 @@ class Round:
 
     buffer_anchor: dict[str, Tensor]
     """The float buffers after the last exchange."""
+    written: Written = field(default_factory=Written)
+    """What something else than the optimizer has written, and no exchange has dealt with yet."""
 
     def landed(self, mixing: float, *, roll_back: bool) -> Round:
         """The same with nothing in flight: what was launched is applied, or all is rolled back."""
         if self.stats is None and not roll_back:
             return self
+        # what was loaded since the launch stays, and what else was written are moves
+        written = self.written.copy()
+        written.forget(written.values.keys() - written.loaded)
         weights = {
             name: anchor
             if roll_back
             else landed(anchor, self.weights[name], self.launched[name], mixing)
             for name, anchor in self.anchor.items()
         }
+        weights |= {n: x if roll_back else self.weights[n] for n, x in written.values.items()}
         weights = {name: weight.to(self.weights[name].dtype) for name, weight in weights.items()}
         buffers = self.buffers | self.buffer_anchor
-        return replace(self, weights=weights, launched={}, stats=None, buffers=buffers)
+        more = {"buffers": buffers, "written": written}
+        return replace(self, weights=weights, launched={}, stats=None, **more)
+
+    def started_from(self, starts: Mapping[str, Tensor]) -> Round:
+        """The same where all ranks have written these weights, and they are a new start."""
+        anchor = self.anchor | {name: x.to(self.anchor[name].dtype) for name, x in starts.items()}
+        momentum = _zeroed(self.momentum, starts)
+        return replace(self, anchor=anchor, momentum=momentum, written=Written())
 
     def change(self, name: str) -> Tensor:
         """What the weights of a parameter have changed by since the last exchange."""
@@ -136,6 +150,9 @@ def load(
         if len(rounds) == world_size:
             return _joined(saved, rounds[rank])
         rounds = [each.landed(mixing, roll_back=roll_back) for each in rounds]
+        starts = _starts(rounds)
+        rounds = [each.started_from(starts) for each in rounds]
+        saved = replace(saved, residuals=_zeroed(saved.residuals, starts))
         return _resharded(saved, rounds, taken_over(rounds, rank, world_size))
     except StateError as error:
         raise StateError(f"rank {rank}: {error}") from error.__cause__
@@ -172,6 +189,32 @@ def _resharded(saved: Saved, rounds: list[Round], mine: Sequence[Round]) -> Save
     return _joined(Saved(saved.metadata, residuals, saved.arrived), replace(first, **own))
 
 
+def _starts(rounds: list[Round]) -> dict[str, Tensor]:
+    """Weights that something else than the optimizer has written, the same on all ranks.
+
+    StateError for loaded ones that are not: no rank could go on from them.
+    """
+    values = [each.written.values for each in rounds]
+    starts, refused = {}, []
+    for name in dict.fromkeys(name for each in values for name in each):
+        theirs = [each[name] for each in values if name in each]
+        if len(theirs) == len(rounds) and all(torch.equal(x, theirs[0]) for x in theirs):
+            starts[name] = theirs[0]
+        elif any(name in each.written.loaded for each in rounds):
+            refused.append(name)
+    if refused:
+        raise StateError(
+            f"weights were loaded into {listed(refused)} before the state was saved, and they are "
+            "not the same on all ranks: load the states on as many ranks as saved them, or an "
+            "older one"
+        )
+    return starts
+
+
+def _zeroed(tensors: dict[str, Tensor], names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(x) if name in names else x for name, x in tensors.items()}
+
+
 def _joined(saved: Saved, each: Round) -> SavedLocalSteps:
     return SavedLocalSteps(**_fields(saved), round=each)
 
@@ -205,7 +248,14 @@ def _parse(state: Any) -> Round:
     # nor have states that were saved before buffers were exchanged
     buffers = checked_tensors(state.get("buffers", {}), "buffers", FLOATS)
     buffer_anchor = checked_tensors(state.get("buffer_anchor", {}), "buffer_anchor", FLOATS)
-    return Round(local_steps, anchor, weights, momentum, launched, stats, buffers, buffer_anchor)
+    # nor has one that was saved before there was a watch for writes
+    written = checked_tensors(state.get("written", {}), "written", FLOATS)
+    loaded = state.get("loaded", [])
+    if not isinstance(loaded, list) or not all(name in written for name in loaded):
+        raise StateError("'loaded' and 'written' of the state do not fit each other")
+    own = Written(written, set(loaded))
+    each = local_steps, anchor, weights, momentum, launched, stats, buffers, buffer_anchor
+    return Round(*each, own)
 
 
 def write_stats(stats: StepStats | None) -> str:
@@ -234,7 +284,8 @@ def _fitted(each: Round, parameters: Mapping[str, Tensor]) -> Round:
     `saved_state.load` has checked the names: one that is missing was frozen, so its weights are
     those that it has now.
     """
-    for tensors in (each.anchor, each.weights, each.momentum, each.launched):
+    written = each.written.values
+    for tensors in (each.anchor, each.weights, each.momentum, each.launched, written):
         for name in tensors.keys() & parameters.keys():
             theirs, mine = tuple(tensors[name].shape), tuple(parameters[name].shape)
             if mine != theirs:
@@ -247,7 +298,10 @@ def _fitted(each: Round, parameters: Mapping[str, Tensor]) -> Round:
     momentum = {name: x for name, x in each.momentum.items() if name in parameters}
     launched = {name: each.launched.get(name, x) for name, x in weights.items()}
     launched = launched if each.launched else {}
-    return replace(each, anchor=anchor, weights=weights, momentum=momentum, launched=launched)
+    written = each.written.copy()
+    written.forget(written.values.keys() - parameters.keys())
+    fitted = {"anchor": anchor, "weights": weights, "momentum": momentum, "launched": launched}
+    return replace(each, **fitted, written=written)
 
 
 def by_fragment(state: Any, num: int, rank: int) -> list[Any]:

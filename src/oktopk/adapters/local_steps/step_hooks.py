@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that call a function once after every step of an optimizer, and notice steps in no hook."""
+"""Hooks that call functions once around every step of an optimizer, and notice steps in no hook."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 import torch
@@ -41,9 +42,9 @@ def optimizers_of(optimizer: Any) -> list[Optimizer]:
 
 
 def hook_steps(
-    optimizers: Sequence[Optimizer], after_step: Callable[[], None]
+    optimizers: Sequence[Optimizer], before_step: Callable[[], None], after_step: Callable[[], None]
 ) -> Callable[[], None]:
-    """Call `after_step` after each step, until what is returned is called.
+    """Call these around each step, until what is returned is called.
 
     `optimizers` are those of `optimizers_of`. A step is one of the innermost, and ends with the
     outermost that is running: SAM's `step` calls that of its base, and its `second_step` does too.
@@ -53,18 +54,24 @@ def hook_steps(
     ids = [id(each) for each in optimizers]  # the hook would keep an optimizer alive that has it
     has_stepped = False
 
+    def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        if _num_running(ids, sys._getframe()) <= 1:
+            before_step()
+
     def after(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         nonlocal has_stepped
         has_stepped = has_stepped or id(optimizer) == ids[-1]
-        if has_stepped and _num_running(ids) <= 1:
+        if has_stepped and _num_running(ids, sys._getframe()) <= 1:
             has_stepped = False
             after_step()
 
-    hook: Any = torch.compiler.disable(after)
-    setattr(hook, MARK, True)
+    first: Any = torch.compiler.disable(before)
+    last: Any = torch.compiler.disable(after)
+    setattr(last, MARK, True)
     hooks = ExitStack()
     for optimizer in optimizers:
-        hooks.callback(optimizer.register_step_post_hook(hook).remove)
+        hooks.callback(optimizer.register_step_pre_hook(first).remove)
+        hooks.callback(optimizer.register_step_post_hook(last).remove)
     return hooks.close
 
 
@@ -73,13 +80,18 @@ def is_hooked(optimizer: Optimizer) -> bool:
     return any(hasattr(hook, MARK) for hook in optimizer._optimizer_step_post_hooks.values())
 
 
-def _num_running(ids: Collection[int]) -> int:
+def is_stepping(ids: Collection[int], thread: int) -> bool:
+    """Whether a thread is inside of a `step` of these optimizers."""
+    return _num_running(ids, sys._current_frames().get(thread)) > 0
+
+
+def _num_running(ids: Collection[int], frame: FrameType | None) -> int:
     """How many calls of `step` of these optimizers are on the stack, each inside the one before.
 
     Counted there and not by hooks: no hook runs after a step that raised. Names are compared, as
     Dynamo runs a function by code of its own.
     """
-    num, frame = 0, sys._getframe()
+    num = 0
     name = HOOKED_STEP.co_filename, HOOKED_STEP.co_qualname
     while frame is not None:
         code = frame.f_code

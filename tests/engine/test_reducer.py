@@ -294,6 +294,7 @@ def test_public_names():
         "FSDPHandle",
         "Handle",
         "LocalSteps",
+        "MessageError",
         "NonfiniteError",
         "Policy",
         "Reducer",

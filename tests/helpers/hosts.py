@@ -21,7 +21,7 @@ def start(rank: int, folder: Path, interface: str) -> subprocess.Popen[bytes]:
     hosts = folder / f"hosts-{rank}"
     hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 host{rank}\n")
     command = f"hostname host{rank} && mount --bind {hosts} /etc/hosts && exec"
-    command += f" {sys.executable} -m oktopk check --quick --timeout 20"
+    command += f" {sys.executable} -m oktopk check --quick --timeout {20 if interface else 90}"
     variables = {"RANK": rank, "WORLD_SIZE": SIZE, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     variables |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": 29500}
     variables |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}

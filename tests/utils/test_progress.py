@@ -66,10 +66,10 @@ def test_what_takes_long_is_said_while_it_does(capsys, monkeypatch):
     monkeypatch.setattr(progress, "SLOW_SECONDS", 1000.0)
     with said_if_slow("loading"):
         pass
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().err == ""
     monkeypatch.setattr(progress, "SLOW_SECONDS", 0.0)
     said = ""
     with said_if_slow("loading"):
         while not said:
-            said = capsys.readouterr().out
+            said = capsys.readouterr().err
     assert said == "loading\n"

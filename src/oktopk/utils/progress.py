@@ -23,8 +23,8 @@ def said_if_slow(what: str) -> Iterator[None]:
     """Print what is being done, if the block takes more than a second."""
 
     def say() -> None:
-        sys.stdout.write(f"{what}\n")
-        sys.stdout.flush()
+        sys.stderr.write(f"{what}\n")  # what a command prints may go to a pipe
+        sys.stderr.flush()
 
     timer = Timer(SLOW_SECONDS, say)
     timer.daemon = True

@@ -22,11 +22,10 @@ from collections.abc import Callable
 import torch
 
 from experiment import Experiment
-from oktopk import kernels
+from oktopk import kernels, wire
 from oktopk.methods.selection import top_k
 from oktopk.sparse import Sparse
-from oktopk.wire import codec
-from oktopk.wire.codec import CODECS, CodecName, EntryRange
+from oktopk.wire import CODECS, CodecName, EntryRange
 
 TASKS = ("text", "speech")
 RANKS, WARMUP, TAKEN_AT, MILLION = 4, 20, (30, 75, 150), 1_000_000
@@ -60,9 +59,9 @@ def selections(task: str, density: float) -> dict[str, list[Sparse]]:
     return taken
 
 
-def encoded(entries: Sparse, name: CodecName) -> codec.Encoded:
+def encoded(entries: Sparse, name: CodecName) -> wire.Encoded:
     whole = EntryRange(entries.num, 0, entries.numel)
-    return codec.encode(entries.indices, entries.values, whole, name)
+    return wire.encode(entries.indices, entries.values, whole, name)
 
 
 def bits(entries: Sparse, name: CodecName) -> float:
@@ -102,7 +101,7 @@ def costs(entries: Sparse, name: CodecName) -> tuple[float, float, float]:
     words, _, told = encoded(entries, name)
     indices, values = torch.empty_like(entries.indices), torch.empty_like(entries.values)
     encode = milliseconds(lambda: encoded(entries, name))
-    decode = milliseconds(lambda: codec.decode(words, told, name, indices, values))
+    decode = milliseconds(lambda: wire.decode(words, told, name, indices, values))
     check = milliseconds(lambda: kernels.ascend_within(indices, told.lo, told.hi))
     return encode, decode, check
 

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oktopk.train.config_files import load
-from oktopk.train.schedule import learning_rate
-from oktopk.train.setup import make_optimizer
-from oktopk.train.tasks.registry import task_type
+from oktopk.lab.tasks.registry import task_type
+from oktopk.lab.train.config_files import load
+from oktopk.lab.train.setup import learning_rate, make_optimizer
 
 
 class Experiment:

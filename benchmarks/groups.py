@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
+from oktopk.lab.tasks.speech.lstman4 import Lstman4
+from oktopk.lab.tasks.text import GPT
 from oktopk.launch import network
-from oktopk.train.tasks.speech.lstman4 import Lstman4
-from oktopk.train.tasks.text.gpt import GPT
 
 FIRST, SETTLING, MEASURED = 18, 2, 4  # steps: of the run, and each time that groups change
 ROUNDS = 4  # in each of which all numbers of groups are measured: the machine may get slower

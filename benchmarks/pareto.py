@@ -22,13 +22,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from oktopk.report.texttable import markdown
-from oktopk.runlog.aggregates import estimated_totals
-from oktopk.runlog.reader import read_runlog
-from oktopk.train.config import Config, with_settings
-from oktopk.train.config_files import load
-from oktopk.train.run_process import directory_of, last_lines, log_of, train_in_process
-from oktopk.utils.units import format_bytes
+from oktopk.lab.report.page import markdown
+from oktopk.lab.runlog.reader import read_runlog
+from oktopk.lab.runlog.writer import estimated_totals
+from oktopk.lab.train.config import Config, with_settings
+from oktopk.lab.train.config_files import load
+from oktopk.lab.train.run_process import directory_of, last_lines, log_of, train_in_process
+from oktopk.utils.arguments import format_bytes
 
 REFERENCE = "ddp_dense"
 SPARSELOCO_DENSITY = 64 / 4096  # of the paper: 64 of every 4,096

@@ -29,8 +29,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 import oktopk
+from oktopk.lab.tasks.text import GPT
 from oktopk.launch import network
-from oktopk.train.tasks.text.gpt import GPT
 
 SITES, RANKS_PER_SITE = 2, 2
 WARMUP, CONTEXT, BATCH = 3, 64, 4

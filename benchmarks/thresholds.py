@@ -24,9 +24,9 @@ from torch import Tensor
 
 from experiment import Experiment
 from oktopk import kernels
-from oktopk.methods.ok_topk.selection import near_exact, propose_candidates
+from oktopk.methods.base import MethodState
+from oktopk.methods.ok_topk import near_exact, propose_candidates
 from oktopk.methods.selection import top_k
-from oktopk.methods.state import MethodState
 
 DENSITY, STEPS, EVERY, STRIDE, LARGE = 0.02, 500, 32, 64, 27_569_568
 

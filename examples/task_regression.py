@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from oktopk.train.tasks import Metric, Task, TaskOptions, fingerprint, option
+from oktopk.lab.tasks import Metric, Task, TaskOptions, fingerprint, option
 
 NUM_TRAIN, NUM_TEST, VARIABLES = 4096, 512, 10
 

@@ -57,7 +57,7 @@ def world():
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A synthesized corpus of 26 utterances to train on and 7 to test."""
-    from oktopk.train.tasks.speech.data.synthesis import synthesize_corpus
+    from oktopk.lab.tasks.speech.synthesis import synthesize_corpus
 
     folder = tmp_path_factory.mktemp("spoken")
     synthesize_corpus(folder, train=26, test=7, seed=3)

@@ -15,11 +15,11 @@ def prepare(base: str) -> None:
     import numpy as np
     import soundfile
 
-    from oktopk.launch.rank_environment import SINGLE_RANK
-    from oktopk.report.command import report
-    from oktopk.train.config import make_config
-    from oktopk.train.run import run_worker
-    from oktopk.train.tasks.speech.data.synthesis import synthesize_corpus
+    from oktopk.lab.report.report import report
+    from oktopk.lab.tasks.speech.synthesis import synthesize_corpus
+    from oktopk.lab.train.config import make_config
+    from oktopk.lab.train.run import run_worker
+    from oktopk.launch.ranks import SINGLE_RANK
 
     root = Path(base)
     root.mkdir(parents=True)
@@ -67,12 +67,12 @@ def _an4(root: Path, part: str) -> None:
 
 def stub() -> None:
     """Nothing that a command would start is started: only what it reads is tried."""
-    import oktopk.bench.command
-    import oktopk.check
-    import oktopk.compare.command
-    import oktopk.sweep.command
-    import oktopk.train.command
-    import oktopk.train.tasks.speech.data.commands
+    import oktopk.lab.bench.bench
+    import oktopk.lab.check
+    import oktopk.lab.compare.compare
+    import oktopk.lab.sweep.sweep
+    import oktopk.lab.tasks.speech.an4
+    import oktopk.lab.train.run
 
     def nothing(*_: Any, **__: Any) -> int:
         return 0
@@ -80,10 +80,10 @@ def stub() -> None:
     def over(*_: Any, **__: Any) -> Any:
         sys.exit(0)
 
-    for module in (oktopk.train.command, oktopk.check, oktopk.bench.command):
+    for module in (oktopk.lab.train.run, oktopk.lab.check, oktopk.lab.bench.bench):
         module.run_local_workers = nothing  # type: ignore[attr-defined]
-    oktopk.check.job_process_group = oktopk.bench.command.job_process_group = over
+    oktopk.lab.check.job_process_group = oktopk.lab.bench.bench.job_process_group = over
     oktopk.launch.network.run_workers_in_network = nothing  # type: ignore[assignment]
-    oktopk.train.command.run_worker = oktopk.train.command.prepare_data = nothing
-    oktopk.compare.command.compare = oktopk.sweep.command.sweep = nothing
-    oktopk.train.tasks.speech.data.commands.synthesize_corpus = over
+    oktopk.lab.train.run.run_worker = oktopk.lab.train.run.prepare_data = nothing
+    oktopk.lab.compare.compare.compare = oktopk.lab.sweep.sweep.sweep = nothing
+    oktopk.lab.tasks.speech.an4.synthesize_corpus = over

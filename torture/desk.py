@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from oktopk import cli
-from oktopk.train.tasks.speech.data.problems import DataError
+from oktopk.lab.tasks.speech.recordings import DataError
 from torture import odd
 
 WRONG = (ValueError, TypeError)

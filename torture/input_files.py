@@ -14,19 +14,24 @@ from typing import Any
 
 import torch
 
-from oktopk.compare.tables import write_tables
 from oktopk.errors import RunError
-from oktopk.launch.rank_environment import SINGLE_RANK
-from oktopk.reducer import default_comm
-from oktopk.train.config_files import load
-from oktopk.train.run import find_and_restore
-from oktopk.train.setup import set_up
-from oktopk.train.tasks.speech.data.an4 import convert
-from oktopk.train.tasks.speech.data.audio import duration, read_audio, read_raw
-from oktopk.train.tasks.speech.data.features import open_spectra
-from oktopk.train.tasks.speech.data.manifest import check, find_manifests, read_manifest
-from oktopk.train.tasks.speech.data.problems import DataError
-from oktopk.train.tasks.speech.data.repair import repair
+from oktopk.exchange.reducer import default_comm
+from oktopk.lab.compare.results import write_tables
+from oktopk.lab.tasks.speech.an4 import convert, repair
+from oktopk.lab.tasks.speech.features import open_spectra
+from oktopk.lab.tasks.speech.recordings import (
+    DataError,
+    check,
+    duration,
+    find_manifests,
+    read_audio,
+    read_manifest,
+    read_raw,
+)
+from oktopk.lab.train.config_files import load
+from oktopk.lab.train.run import find_and_restore
+from oktopk.lab.train.setup import set_up
+from oktopk.launch.ranks import SINGLE_RANK
 from oktopk.utils.files import FileError
 from torture import odd
 from torture.desk import DATA, Desk, Input, LostError, command, group

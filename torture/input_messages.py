@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oktopk import kernels
+from oktopk import kernels, wire
 from oktopk.sparse import Sparse
-from oktopk.wire import message
-from oktopk.wire.codec import CODECS, CodecName, EntryRange, allocate_entries, is_possible
+from oktopk.wire import CODECS, CodecName, EntryRange, allocate_entries, is_possible
 from torture.desk import Desk, Input, LostError
 
 WIDTHS = (1, 33, 100, 2000, 9000)
@@ -33,7 +32,7 @@ def damaged_message(desk: Desk) -> Input:
     values = torch.randn(count, generator=generator, dtype=dtype)
     dense = torch.randn(rng.choice((0, 0, 5)), generator=generator, dtype=dtype)
     entries = EntryRange(count, lo, lo + width)
-    words, _, told = message.write(indices, values, entries, name, dense)
+    words, _, told = wire.write_message(indices, values, entries, name, dense)
     what, words, told = _damaged(rng, words, told)
     what = f"{name}, {dtype}, {count} of {width} from {lo}: {what}"
     return Input(what, lambda: read(words, told, name, dense), ())
@@ -94,10 +93,10 @@ def read(words: Tensor, told: EntryRange, name: CodecName, dense: Tensor) -> boo
     """
     if not is_possible(told, name, dense.dtype):
         return False
-    size = message.num_words(told, name, dense.dtype, len(dense))
+    size = wire.message_words(told, name, dense.dtype, len(dense))
     received = words.repeat(-(-size // max(len(words), 1)))[:size].clone()  # as many as were told
     indices, _, values, _ = allocate_entries([told], dense)
-    _, is_sound = message.read(received, told, name, indices, values)
+    _, is_sound = wire.read_message(received, told, name, indices, values)
     if not is_sound:
         return False
     found = indices.tolist()

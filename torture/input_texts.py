@@ -10,17 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 from oktopk import cli
-from oktopk.bench.shapes import shapes_of
-from oktopk.compare.plan import SWEEP
 from oktopk.errors import LaunchError, RunError
-from oktopk.launch import network, parent_watchdog
-from oktopk.launch.master_endpoint import first_host, master_endpoint
-from oktopk.launch.rank_environment import LAUNCHERS, read_rank_environment
-from oktopk.sweep import space
-from oktopk.sweep.plan import Plan, store_or_compare
-from oktopk.train.config import Config, as_dict, make_config
-from oktopk.train.config_files import load, to_toml
-from oktopk.train.tasks.base import Metric
+from oktopk.lab.bench.measure import shapes_of
+from oktopk.lab.compare.plan import SWEEP
+from oktopk.lab.sweep import results
+from oktopk.lab.sweep.sweep import Plan, store_or_compare
+from oktopk.lab.tasks.base import Metric
+from oktopk.lab.train.config import Config, as_dict, make_config
+from oktopk.lab.train.config_files import load, to_toml
+from oktopk.launch import child_process, network
+from oktopk.launch.ranks import LAUNCHERS, first_host, master_endpoint, read_rank_environment
 from torture import odd
 from torture.desk import Desk, Input, command
 
@@ -134,10 +133,10 @@ def line(desk: Desk) -> Input:
     new = desk.rng.choice([text for text in odd.TEXTS if not text.isdecimal() or len(text) > 5])
 
     def call() -> None:
-        os.environ[parent_watchdog.PIPE_VARIABLE] = new.replace("\x00", "")
-        parent_watchdog.watch_parent()
+        os.environ[child_process.PIPE_VARIABLE] = new.replace("\x00", "")
+        child_process.watch_parent()
 
-    return Input(f"{parent_watchdog.PIPE_VARIABLE}={new!r}", call, ())
+    return Input(f"{child_process.PIPE_VARIABLE}={new!r}", call, ())
 
 
 def of_text(what: str, read: Callable[[str], Any], *allowed: type[BaseException]) -> Any:
@@ -149,14 +148,14 @@ def of_text(what: str, read: Callable[[str], Any], *allowed: type[BaseException]
 
 
 def sweep_range(text: str) -> None:
-    for name in space.SEARCHED:
-        space.parse(Config(), {name: text})
+    for name in results.SEARCHED:
+        results.parse(Config(), {name: text})
 
 
 def sweep_file(desk: Desk) -> Input:
     """The plan that a sweep left."""
     base = Config(runs=str(desk.folder))
-    plan = Plan("quickstart", base, space.parse(base, {"lr": "1e-3:1e-2"})[1], Metric("wer"))
+    plan = Plan("quickstart", base, results.parse(base, {"lr": "1e-3:1e-2"})[1], Metric("wer"))
     store_or_compare(plan)
     path = desk.folder / SWEEP
     new, what = odd.changed(desk.rng, json.loads(path.read_text()), odd.plain)

@@ -23,8 +23,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
-from oktopk.launch.process_group import job_process_group
-from oktopk.launch.rank_environment import RankEnvironment
+from oktopk.launch.ranks import RankEnvironment
+from oktopk.launch.rendezvous import job_process_group
 
 CLASSES, WIDTH, FEATURES = 5, 48, 20
 SAVE_EVERY = 3

@@ -18,18 +18,18 @@ if signals.started_as_command():  # Ctrl-C while torch is imported must not prin
     signals.exit_on_signals()
 
 if TYPE_CHECKING:
-    from oktopk.adapters.ddp.attach import attach
-    from oktopk.adapters.ddp.handle import Handle
-    from oktopk.adapters.fsdp.attach import attach_fsdp
-    from oktopk.adapters.fsdp.handle import FSDPHandle
-    from oktopk.adapters.local_steps.handle import LocalSteps
-    from oktopk.adapters.local_steps.local_steps import local_steps
-    from oktopk.adapters.policy import Policy
+    from oktopk.adapters.ddp import attach
+    from oktopk.adapters.ddp_handle import Handle
+    from oktopk.adapters.fsdp import attach_fsdp
+    from oktopk.adapters.fsdp_handle import FSDPHandle
+    from oktopk.adapters.local_handle import LocalSteps
+    from oktopk.adapters.local_steps import local_steps
+    from oktopk.adapters.parameters import Policy
     from oktopk.comm.communicator import Comm
     from oktopk.comm.simulated import simulate
     from oktopk.errors import ExchangeError, MessageError, NonfiniteError, ReplicaError
+    from oktopk.exchange.reducer import Reducer
     from oktopk.methods import METHODS
-    from oktopk.reducer import Reducer
     from oktopk.settings import Settings
     from oktopk.stats import StepStats
 
@@ -58,19 +58,19 @@ _MODULES = {
     "METHODS": "methods",
     "Comm": "comm.communicator",
     "ExchangeError": "errors",
-    "FSDPHandle": "adapters.fsdp.handle",
-    "Handle": "adapters.ddp.handle",
-    "LocalSteps": "adapters.local_steps.handle",
+    "FSDPHandle": "adapters.fsdp_handle",
+    "Handle": "adapters.ddp_handle",
+    "LocalSteps": "adapters.local_handle",
     "MessageError": "errors",
     "NonfiniteError": "errors",
-    "Policy": "adapters.policy",
-    "Reducer": "reducer",
+    "Policy": "adapters.parameters",
+    "Reducer": "exchange.reducer",
     "ReplicaError": "errors",
     "Settings": "settings",
     "StepStats": "stats",
-    "attach": "adapters.ddp.attach",
-    "attach_fsdp": "adapters.fsdp.attach",
-    "local_steps": "adapters.local_steps.local_steps",
+    "attach": "adapters.ddp",
+    "attach_fsdp": "adapters.fsdp",
+    "local_steps": "adapters.local_steps",
     "simulate": "comm.simulated",
 }
 """Where each name is. It is imported when it is first used, because `oktopk --help` needs no torch,

@@ -9,16 +9,9 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal, get_args
 
 from oktopk.methods import METHODS
-from oktopk.methods.base import Average
-from oktopk.methods.cost_model import SHORT_BYTES
-from oktopk.utils.arguments import (
-    choice,
-    flag,
-    integer,
-    number,
-    short_repr,
-)
-from oktopk.wire.codec import CodecName
+from oktopk.methods.base import SHORT_BYTES, Average
+from oktopk.utils.arguments import choice, flag, integer, number, short_repr
+from oktopk.wire import CodecName
 
 Scope = Literal["model", "bucket"]
 GroupNumel = int | Literal["auto"]

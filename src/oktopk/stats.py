@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
-from oktopk.comm.ledger import Traffic
+from oktopk.comm.communicator import Traffic
 
 Phase = Literal["dense", "sparse"]
 PHASES: tuple[Phase, ...] = get_args(Phase)

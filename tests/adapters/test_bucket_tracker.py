@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from oktopk.adapters.ddp.bucket_tracker import FINAL as FINAL_STATES
-from oktopk.adapters.ddp.bucket_tracker import SETTLED, TRANSITIONS, BucketTracker, Seen
+from oktopk.adapters.ddp_driver import FINAL as FINAL_STATES
+from oktopk.adapters.ddp_driver import SETTLED, TRANSITIONS, BucketTracker, Seen
 
 FIRST, FINAL, OTHER = [["b"], ["a"]], [["a"], ["b"]], [["a", "b"]]
 # which backward pass of a process first has DDP's final buckets; never with unused parameters

@@ -21,7 +21,7 @@ from idioms import Net
 from oktopk import simulate
 from oktopk.adapters import budget as budgets
 from oktopk.adapters.budget import Budget, BudgetOptions
-from oktopk.engine.budget import (
+from oktopk.exchange.budget import (
     DENSITIES,
     HEADROOM,
     NEARLY_AS_FAST,
@@ -31,7 +31,7 @@ from oktopk.engine.budget import (
     Speeds,
     choose,
 )
-from oktopk.methods.cost_model import KernelSpeed, Link
+from oktopk.methods.base import KernelSpeed, Link
 from rounds import same, start, take_steps, weights_of
 
 MBIT = 1e6 / 8

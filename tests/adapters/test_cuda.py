@@ -15,16 +15,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
-from oktopk.adapters import side_stream as side_stream_module
-from oktopk.adapters.ddp import communication_thread as exchanger_module
-from oktopk.adapters.ddp import validation
-from oktopk.adapters.ddp.bucket_tracker import SETTLED
-from oktopk.adapters.ddp.communication_thread import CommunicationThread, ReadyBucket
-from oktopk.adapters.local_steps import background as background_module
-from oktopk.comm import torch_transport as comm_module
+from oktopk.adapters import ddp_validation
+from oktopk.adapters import thread as background_module
+from oktopk.adapters import thread as exchanger_module
+from oktopk.adapters import thread as side_stream_module
+from oktopk.adapters.ddp_driver import SETTLED
+from oktopk.adapters.thread import CommunicationThread, ReadyBucket
+from oktopk.comm import torch_transport
 from oktopk.comm.torch_transport import TorchTransport
-from oktopk.engine.step import Step
 from oktopk.errors import ExchangeError
+from oktopk.exchange.step import Step
 from oktopk.utils.device import wait_until
 
 
@@ -108,7 +108,7 @@ def test_a_cpu_waits_in_gloo_which_has_the_limit(transport):
 def test_closing_does_not_wait_for_nccl_and_aborts_after_a_failure(transport, monkeypatch, fails):
     transport, works = transport
     ended = []
-    monkeypatch.setattr(comm_module, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(torch_transport, "CLOSE_SECONDS", 0.05)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: ended.append("destroyed"))
 
     def abort(group: object) -> None:
@@ -140,12 +140,12 @@ def order_of_events(group, syncs: bool) -> list[str]:
     module = nn.Sequential(nn.Linear(600, 600), norm, nn.Linear(600, 600))
     model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=1)
     norm.__class__ = nn.SyncBatchNorm if syncs else nn.BatchNorm1d  # DDP takes it on a GPU only
-    known = validation.is_on_cuda
-    validation.is_on_cuda = lambda model: True
+    known = ddp_validation.is_on_cuda
+    ddp_validation.is_on_cuda = lambda model: True
     try:
         handle = oktopk.attach(model, warmup_steps=0, density=0.1, check_every=0)
     finally:
-        validation.is_on_cuda = known
+        ddp_validation.is_on_cuda = known
     events: list[str] = []
     add_bucket, take = Step.add_bucket, handle.driver.take
     Step.add_bucket = lambda *args: (events.append("exchanged"), add_bucket(*args))
@@ -168,8 +168,8 @@ def test_with_nccl_and_sync_batch_norm_nothing_is_sent_before_the_last_bucket(wo
 
 
 def refusal(group, static_graph: bool) -> str:
-    known = validation.is_on_cuda
-    validation.is_on_cuda = lambda model: True
+    known = ddp_validation.is_on_cuda
+    ddp_validation.is_on_cuda = lambda model: True
     model = DistributedDataParallel(
         nn.Linear(3, 3),
         process_group=group,
@@ -181,7 +181,7 @@ def refusal(group, static_graph: bool) -> str:
     except ValueError as error:
         return str(error)
     finally:
-        validation.is_on_cuda = known
+        ddp_validation.is_on_cuda = known
     return "no error"
 
 

@@ -17,12 +17,12 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import oktopk
 from idioms import IDIOMS, SPARSE, Net, batch, build, one_step, weights_of
-from oktopk.adapters.ddp import validation
+from oktopk.adapters import ddp_validation
 from oktopk.comm.communicator import Comm
 from oktopk.comm.simulated import single_rank_comm
 from oktopk.comm.torch_transport import TorchTransport
-from oktopk.engine import buckets
 from oktopk.errors import ExchangeError
+from oktopk.exchange import layout
 from oktopk.settings import Settings
 
 
@@ -108,7 +108,7 @@ def on_two_devices(model) -> None:
 
 def on_an_accelerator(model) -> None:
     model._module_parameters = [meta(3)]
-    validation._backends = lambda _: "cpu:gloo,meta:gloo"
+    ddp_validation._backends = lambda _: "cpu:gloo,meta:gloo"
 
 
 def with_a_builtin_hook(model) -> None:
@@ -120,7 +120,7 @@ def with_the_python_reducer(model) -> None:
 
 
 def huge(model) -> None:
-    buckets.MAX_INDEXABLE = 2000
+    layout.MAX_INDEXABLE = 2000
 
 
 PREPARED = {
@@ -153,7 +153,7 @@ def wrapped(group, what: str) -> DistributedDataParallel:
 
 def refused(group, what: str) -> tuple:
     model = wrapped(group, what)
-    most, backends = buckets.MAX_INDEXABLE, validation._backends
+    most, backends = layout.MAX_INDEXABLE, ddp_validation._backends
     PREPARED.get(what, lambda _: None)(model)
     before = left_behind()
     try:
@@ -161,7 +161,7 @@ def refused(group, what: str) -> tuple:
     except (TypeError, ValueError) as error:
         return str(error), left_behind() == before
     finally:
-        buckets.MAX_INDEXABLE, validation._backends = most, backends
+        layout.MAX_INDEXABLE, ddp_validation._backends = most, backends
         for _, state in getattr(model, "_comm_hooks", []):
             if hasattr(state, "handle"):
                 state.handle.close()
@@ -206,22 +206,22 @@ def test_more_entries_than_int32_can_index_are_refused(shapes, more, message):
         bucket_bytes_cap=25 * 2**20,
     )
     if message is None:
-        validation.check_size(model, Settings(**{"warmup_steps": 4, **more}))
+        ddp_validation.check_size(model, Settings(**{"warmup_steps": 4, **more}))
     else:
         with pytest.raises(ValueError, match=message):
-            validation.check_size(model, Settings(**{"warmup_steps": 4, **more}))
+            ddp_validation.check_size(model, Settings(**{"warmup_steps": 4, **more}))
 
 
 def by_bucket(group) -> bool:
     """A model with more entries than can be indexed together, in buckets that have fewer."""
-    most, buckets.MAX_INDEXABLE = buckets.MAX_INDEXABLE, 8000
+    most, layout.MAX_INDEXABLE = layout.MAX_INDEXABLE, 8000
     try:
         *parts, handle = build(group, IDIOMS["plain"], 0, {"warmup_steps": 4, "scope": "bucket"})
         for step in range(6):
             one_step(*parts, IDIOMS["plain"], dist.get_rank(group), step)
         handle.close()
     finally:
-        buckets.MAX_INDEXABLE = most
+        layout.MAX_INDEXABLE = most
     return handle.stats.phase == "sparse" and handle.stats.numel > 8000
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
 from idioms import Net, batch
-from oktopk.engine.group_tuning import FIRST_STEPS, TRIAL_STEPS
+from oktopk.exchange.engine import FIRST_STEPS, TRIAL_STEPS
 
 WARMUP = 2
 TRIALS_BEGIN = WARMUP + FIRST_STEPS

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
 from idioms import Net, batch
-from oktopk.engine.saved_state import RANKS
+from oktopk.exchange.saved_state import RANKS
 
 SPARSE = {"density": 0.02, "warmup_steps": 2, "check_every": 3}
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import oktopk
 from idioms import IDIOMS, SPARSE, Net, assert_same_bits, batch, build, one_step, train
 from oktopk import METHODS, Policy
-from oktopk.methods.prediction import AUTO_CHOICES
+from oktopk.methods import AUTO_CHOICES
 
 
 @pytest.mark.parametrize("name", IDIOMS)

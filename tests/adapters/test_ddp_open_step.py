@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
 from idioms import IDIOMS, SPARSE, batch, build, one_step, train, weights_of
-from oktopk.engine.step import Step
+from oktopk.exchange.step import Step
 
 STEPS = 14
 

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
 from idioms import IDIOMS, SPARSE, Net, batch, build, one_step, train, weights_of
-from oktopk.adapters.clipping import clip_
-from oktopk.comm.replica_check import BLOCK, checksum
+from oktopk.adapters.driver import clip_
+from oktopk.comm.consistency import BLOCK, checksum
 from oktopk.settings import DENSITY
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oktopk import METHODS, StepStats
-from oktopk.comm.ledger import Traffic
+from oktopk.comm.communicator import Traffic
 from sites import MESHES, SPARSE, assert_same_bits, build, one_step, shards_of, train, whole
 
 ALWAYS = ("dense", "topka", "oktopk")

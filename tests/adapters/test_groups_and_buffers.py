@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
-from oktopk.comm.process_groups import timeout_of
-from oktopk.comm.torch_transport import TIMEOUT
+from oktopk.comm.torch_transport import TIMEOUT, timeout_of
 
 
 class Odd(nn.Module):

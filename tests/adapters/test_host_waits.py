@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import oktopk
 from oktopk import kernels, simulate
 from oktopk.comm.communicator import Comm
-from oktopk.engine.buckets import Bucket
-from oktopk.engine.engine import Engine
+from oktopk.exchange.engine import Engine
+from oktopk.exchange.layout import Bucket
 from oktopk.kernels import reference
 from oktopk.settings import Settings
 from streams import STREAMS

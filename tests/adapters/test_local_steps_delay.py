@@ -16,7 +16,7 @@ import torch.distributed as dist
 import oktopk
 from idioms import Net
 from oktopk import METHODS, simulate
-from oktopk.adapters.local_steps import background
+from oktopk.adapters import thread as background
 from rounds import changes_of, same, same_state, start, take_steps, weights_of
 from streams import STREAMS
 

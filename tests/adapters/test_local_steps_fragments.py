@@ -13,7 +13,7 @@ import torch.distributed as dist
 import oktopk
 from idioms import Net
 from oktopk import simulate
-from oktopk.adapters.local_steps.fragment import divide
+from oktopk.adapters.local_state import divide
 from oktopk.adapters.parameters import ParameterLayout
 from rounds import changes_of, fragments_of, same, same_state, start, take_steps, weights_of
 

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
 from idioms import Net
-from oktopk.adapters.local_steps.ranks import WORLD_SIZES
-from oktopk.launch.rank_environment import LAUNCHERS
+from oktopk.adapters.link import WORLD_SIZES
+from oktopk.launch.ranks import LAUNCHERS
 from worlds import forkserver
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import oktopk
 from idioms import Net
 from oktopk import simulate
-from oktopk.adapters.local_steps.agreement import Notice
+from oktopk.adapters.local_notices import Notice
 from rounds import same, same_state, start, take_steps, weights_of
 
 SHAPES = {name: x.shape for name, x in Net().state_dict().items()}

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 import oktopk
 from oktopk import simulate
-from oktopk.adapters.ddp.periodic_checkpoint import PeriodicCheckpoint
-from oktopk.adapters.rank_files import has_states, offers, read_states, write_state
-from oktopk.comm.newest import newest_on_all
+from oktopk.adapters.ddp_handle import PeriodicCheckpoint
+from oktopk.adapters.saved_states import has_states, offers, read_states, write_state
+from oktopk.comm.consistency import newest_on_all
 from oktopk.utils.files import FileError
 from rounds import same_state, start, take_steps
 

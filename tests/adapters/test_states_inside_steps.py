@@ -16,7 +16,7 @@ import torch
 import oktopk
 import sites
 from oktopk import simulate
-from oktopk.engine.state_lock import StateLock
+from oktopk.exchange.step import StateLock
 from rounds import same_state, start, take_steps
 
 

@@ -20,7 +20,7 @@ from idioms import Net, batch, weights_of
 from oktopk.adapters.announcement import expected_bytes
 from oktopk.adapters.parameters import ParameterLayout
 from oktopk.optim.presets import default_ramp, default_warmup
-from oktopk.optim.steps_taken import steps_taken
+from oktopk.optim.staleness import steps_taken
 
 
 @contextmanager

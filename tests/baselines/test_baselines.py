@@ -11,10 +11,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from oktopk.baselines import sparseloco
-from oktopk.baselines.base import BaselineOptions
-from oktopk.baselines.names import LOCAL
-from oktopk.baselines.table import BASELINES
+from oktopk.lab.baselines import LOCAL, local
+from oktopk.lab.baselines.base import BaselineOptions
+from oktopk.lab.baselines.local import BASELINES
 
 STEPS, EVERY, WARMUP, DENSITY = 9, 3, 2, 0.1
 
@@ -198,9 +197,9 @@ def test_sparseloco_is_sparseloco(worlds):
 @pytest.mark.parametrize("density", [1e-4, 0.03, 1.0])
 def test_messages_of_sparseloco_arrive_as_they_were(numel, density):
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    sent = sparseloco.select(x, density)
-    words = sparseloco.write(sent)
-    assert words.numel() == sparseloco.num_words(numel, density)
-    read = sparseloco.read(words, numel, density)
+    sent = local.select(x, density)
+    words = local.write(sent)
+    assert words.numel() == local.num_words(numel, density)
+    read = local.read(words, numel, density)
     assert torch.equal(read.indices, sent.indices) and torch.equal(read.values, sent.values)
     assert len(sent.indices.unique()) == len(sent.indices)

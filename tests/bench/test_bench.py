@@ -13,20 +13,16 @@ import time
 
 import pytest
 
-from oktopk.bench.baselines import CASES
-from oktopk.bench.command import command
-from oktopk.bench.measure import Row, compared
-from oktopk.bench.scale import Compressed, rows_of, scaled
-from oktopk.bench.shapes import MODELS, shapes_of
-from oktopk.bench.stream import gradients
 from oktopk.cli import parser
+from oktopk.lab.bench.bench import command
+from oktopk.lab.bench.measure import CASES, MODELS, Row, compared, gradients, shapes_of
+from oktopk.lab.bench.worker import Compressed, rows_of, scaled
 from oktopk.launch import network
-from oktopk.methods import METHODS
-from oktopk.methods.cost_model import KernelSpeed, Link, Work
-from oktopk.methods.prediction import break_even, cheapest
+from oktopk.methods import METHODS, break_even, cheapest
+from oktopk.methods.base import KernelSpeed, Link, Work
 from oktopk.settings import LOCAL_EVERY
-from oktopk.utils.flags import UsageError
-from oktopk.wire.codec import entry_bits
+from oktopk.utils.arguments import UsageError
+from oktopk.wire import entry_bits
 
 permitted = pytest.mark.skipif(network._unshare() is None, reason=network.why_not())
 NUMEL, WORKERS = 40_000, 2

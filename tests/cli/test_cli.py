@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 import oktopk as oktopk_module
 from oktopk import METHODS, __version__
-from oktopk.check import check
 from oktopk.cli import parser
 from oktopk.cli.commands import COMMANDS
 from oktopk.cli.parser import WIDEST, innermost
-from oktopk.train.config import specs
-from oktopk.train.config_files import load
-from oktopk.train.tasks.registry import TASKS
+from oktopk.lab.check import check
+from oktopk.lab.tasks.registry import TASKS
+from oktopk.lab.train.config import specs
+from oktopk.lab.train.config_files import load
 
 ENV = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 

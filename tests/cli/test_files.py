@@ -11,11 +11,10 @@ import msgspec
 import pytest
 import torch
 
-from oktopk.train.bounds import RANGES
-from oktopk.train.config import COMMON, Config, as_dict, make_config
-from oktopk.train.config_files import load, load_run, parse, to_toml
-from oktopk.train.option import specs_of
-from oktopk.train.tasks.registry import TASKS, options_type
+from oktopk.lab.tasks.base import RANGES, specs_of
+from oktopk.lab.tasks.registry import TASKS, options_type
+from oktopk.lab.train.config import COMMON, Config, as_dict, make_config
+from oktopk.lab.train.config_files import load, load_run, parse, to_toml
 from oktopk.utils import files
 from oktopk.utils.files import FileError
 

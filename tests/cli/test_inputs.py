@@ -19,30 +19,32 @@ import torch
 import runlogs
 from launchers import openmpi, pbs, srun
 from mutations import ODD_VALUES, bounded_memory, damaged, odd, only
-from oktopk.compare import results
-from oktopk.compare.tables import write_tables
 from oktopk.errors import LaunchError
-from oktopk.launch.master_endpoint import master_endpoint
-from oktopk.launch.rank_environment import read_rank_environment
-from oktopk.report.command import sections
-from oktopk.report.page import page
-from oktopk.report.summary import summary
-from oktopk.runlog.aggregates import cumulative_bytes, cumulative_minutes
-from oktopk.runlog.reader import read_runlog
-from oktopk.train import checkpoint
-from oktopk.train.config import Config, as_dict, make_config
-from oktopk.train.config_files import load, load_run, to_toml
-from oktopk.train.resume import CommonState, RankState
-from oktopk.train.target import Target
-from oktopk.train.tasks.base import Metric
-from oktopk.train.tasks.speech.data.an4 import convert
-from oktopk.train.tasks.speech.data.audio import duration, read_audio
-from oktopk.train.tasks.speech.data.features import open_spectra
-from oktopk.train.tasks.speech.data.manifest import check, find_manifests, read_manifest
+from oktopk.lab.compare import results
+from oktopk.lab.compare.results import write_tables
+from oktopk.lab.report.page import page
+from oktopk.lab.report.report import sections, summary
+from oktopk.lab.runlog.reader import read_runlog
+from oktopk.lab.runlog.writer import cumulative_bytes, cumulative_minutes
+from oktopk.lab.tasks.base import Metric
+from oktopk.lab.tasks.speech.an4 import convert
+from oktopk.lab.tasks.speech.features import open_spectra
+from oktopk.lab.tasks.speech.recordings import (
+    check,
+    duration,
+    find_manifests,
+    read_audio,
+    read_manifest,
+)
+from oktopk.lab.train import checkpoint
+from oktopk.lab.train.checkpoint import CommonState, RankState
+from oktopk.lab.train.config import Config, as_dict, make_config
+from oktopk.lab.train.config_files import load, load_run, to_toml
+from oktopk.lab.train.setup import Target
+from oktopk.lab.watch_screen import RunWatcher, line, rows
+from oktopk.launch.ranks import master_endpoint, read_rank_environment
 from oktopk.utils import files
 from oktopk.utils.files import FileError
-from oktopk.watch.screen import line, rows
-from oktopk.watch.state import RunWatcher
 from recordings import an4_like, save, sphere, tone
 
 SEEDS = range(int(os.environ.get("OKTOPK_TEST_SEEDS", "300")))
@@ -120,7 +122,7 @@ def look(folder: Path, seed: int = 0) -> None:
 @pytest.fixture
 def no_plots(monkeypatch):
     """The library of plots is the same in every page, and takes a second to pack."""
-    monkeypatch.setattr("oktopk.report.page._plotly", lambda: "")
+    monkeypatch.setattr("oktopk.lab.report.page._plotly", lambda: "")
 
 
 def test_metrics_with_damaged_bytes(tmp_path, no_plots):
@@ -274,7 +276,7 @@ def test_tarballs(tmp_path, packed):
 
 
 def test_a_tarball_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("oktopk.train.tasks.speech.data.an4.MOST_UNPACKED", 10**6)
+    monkeypatch.setattr("oktopk.lab.tasks.speech.an4.MOST_UNPACKED", 10**6)
     path = tmp_path / "bomb.tar.xz"
     with lzma.open(path, "wb") as packed, tarfile.open(fileobj=packed, mode="w") as archive:
         member = tarfile.TarInfo("an4/etc/an4_train.fileids")

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from laws import WAYS, oktopk_headers, trajectory
 from oktopk import Reducer, simulate
-from oktopk.comm.communicator import Comm
-from oktopk.comm.ledger import Traffic, dense_allreduce
+from oktopk.comm.communicator import Comm, Traffic, dense_allreduce
 from oktopk.comm.torch_transport import TorchTransport
 from streams import STREAMS
 from worlds import SIZES

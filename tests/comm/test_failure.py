@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 import endless
-from oktopk.comm.failure_detector import STORE_UNREACHABLE
+from oktopk.comm.failure import STORE_UNREACHABLE
 from worlds import forkserver
 
 SIZE = 4

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from oktopk.comm.failure_detector import (
+from oktopk.comm.failure import (
     STORE_UNREACHABLE,
     Report,
     StoreFailureDetector,
@@ -19,7 +19,7 @@ from oktopk.comm.failure_detector import (
     job_detector,
     use_for_job,
 )
-from oktopk.comm.process_groups import monitored
+from oktopk.comm.torch_transport import monitored
 from oktopk.errors import ExchangeError
 
 SECONDS = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from oktopk.comm.ledger import Ledger, Traffic, dense_allreduce, messages
+from oktopk.comm.communicator import Ledger, Traffic, dense_allreduce, messages
 
 
 def test_empty_messages_do_not_count():

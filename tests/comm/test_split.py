@@ -9,10 +9,9 @@ import torch.distributed as dist
 
 from oktopk import Reducer, simulate
 from oktopk.comm.communicator import Comm
-from oktopk.comm.failure_detector import Closeable
-from oktopk.comm.process_groups import MonitoredTransport
+from oktopk.comm.failure import Closeable
 from oktopk.comm.simulated import single_rank_comm
-from oktopk.comm.torch_transport import TorchTransport
+from oktopk.comm.torch_transport import MonitoredTransport, TorchTransport
 from oktopk.errors import ExchangeError
 
 CPU = torch.device("cpu")

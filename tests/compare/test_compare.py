@@ -15,21 +15,18 @@ import pytest
 import browser
 import runlogs
 from oktopk import cli
-from oktopk.compare import command
-from oktopk.compare.outcome import outcome
-from oktopk.compare.page import curves, losses
-from oktopk.compare.plan import plan
-from oktopk.compare.results import as_table, compared, fitting, row
-from oktopk.report.texttable import aligned, markdown
-from oktopk.runlog.aggregates import cumulative_bytes, cumulative_minutes
-from oktopk.runlog.reader import read_runlog
-from oktopk.runlog.run_directory import lock
-from oktopk.runlog.schema import MetricInfo
-from oktopk.train import run_process
-from oktopk.train.config import Config, with_settings
-from oktopk.train.config_files import load
-from oktopk.train.target import Target
-from oktopk.train.tasks.base import Metric
+from oktopk.lab.compare import compare
+from oktopk.lab.compare.plan import plan
+from oktopk.lab.compare.results import as_table, compared, curves, fitting, losses, outcome, row
+from oktopk.lab.report.page import aligned, markdown
+from oktopk.lab.runlog.reader import lock, read_runlog
+from oktopk.lab.runlog.schema import MetricInfo
+from oktopk.lab.runlog.writer import cumulative_bytes, cumulative_minutes
+from oktopk.lab.tasks.base import Metric
+from oktopk.lab.train import run_process
+from oktopk.lab.train.config import Config, with_settings
+from oktopk.lab.train.config_files import load
+from oktopk.lab.train.setup import Target
 from oktopk.utils.signals import InterruptedBySignal
 from speech import SMALL
 
@@ -53,9 +50,9 @@ def trainer(monkeypatch):
         yield SimpleNamespace(poll=lambda: int(failed))
 
     monkeypatch.setattr(run_process, "started", started)
-    monkeypatch.setattr(command, "prepare_data", lambda config: None)
+    monkeypatch.setattr(compare, "prepare_data", lambda config: None)
     monkeypatch.setattr(
-        command, "prepare_kernels", lambda: made.compiled_before.append(list(made.names))
+        compare, "prepare_kernels", lambda: made.compiled_before.append(list(made.names))
     )
     return made
 
@@ -87,7 +84,7 @@ def test_flags_make_the_same_config_again(monkeypatch):
     wanted = with_settings(load("quickstart"), name="x", runs="r", lr=0.1, augment=False)
     monkeypatch.setattr(sys, "argv", ["oktopk"])
     args = cli.parser([]).parse_args(["train", *run_process.flags(wanted, "quickstart")])
-    from oktopk.train.command import resolve
+    from oktopk.lab.train.run import resolve
 
     assert resolve(args) == wanted
     assert run_process.command_line(wanted, "quickstart").startswith(
@@ -195,9 +192,9 @@ def test_an_interrupted_comparison_says_how_it_continues(call, monkeypatch, caps
     def interrupted(*_):
         raise InterruptedBySignal(2)
 
-    monkeypatch.setattr(command, "prepare_data", lambda config: None)
-    monkeypatch.setattr(command, "prepare_kernels", lambda: None)
-    monkeypatch.setattr(command, "train_in_process", interrupted)
+    monkeypatch.setattr(compare, "prepare_data", lambda config: None)
+    monkeypatch.setattr(compare, "prepare_kernels", lambda: None)
+    monkeypatch.setattr(compare, "train_in_process", interrupted)
     assert call("--methods", "dense") == 130
     said = capsys.readouterr()
     assert said.out.endswith(

@@ -9,16 +9,14 @@ from dataclasses import replace
 import pytest
 
 import runlogs
-from oktopk.compare.networks import check_networks, on_network, seconds_by_bytes, timing_run
-from oktopk.compare.page import where_time_went
-from oktopk.compare.plan import parse_method, plan, refuse_others
-from oktopk.compare.results import arrival, row
-from oktopk.compare.tables import write_tables
 from oktopk.errors import RunError
-from oktopk.runlog.reader import read_runlog
-from oktopk.train.config import Config, make_config
-from oktopk.train.target import Target
-from oktopk.train.tasks.base import Metric
+from oktopk.lab.compare.networks import check_networks, on_network, seconds_by_bytes, timing_run
+from oktopk.lab.compare.plan import parse_method, plan, refuse_others
+from oktopk.lab.compare.results import arrival, row, where_time_went, write_tables
+from oktopk.lab.runlog.reader import read_runlog
+from oktopk.lab.tasks.base import Metric
+from oktopk.lab.train.config import Config, make_config
+from oktopk.lab.train.setup import Target
 
 TARGET = Target(Metric("wer", "WER"), 0.5)
 

@@ -11,17 +11,13 @@ from pathlib import Path
 import pytest
 
 import runlogs
-from oktopk.compare.command import _wrapped
-from oktopk.compare.page import where_time_went
-from oktopk.compare.plan import setting_name
-from oktopk.compare.progress import RunProgress
-from oktopk.compare.results import arrival, row
-from oktopk.compare.tables import write_tables
-from oktopk.compare.verdict import verdict
-from oktopk.runlog.reader import read_runlog
-from oktopk.train.config import make_config
-from oktopk.train.target import Target
-from oktopk.train.tasks.base import Metric
+from oktopk.lab.compare.compare import RunProgress, _wrapped
+from oktopk.lab.compare.plan import setting_name
+from oktopk.lab.compare.results import arrival, row, verdict, where_time_went, write_tables
+from oktopk.lab.runlog.reader import read_runlog
+from oktopk.lab.tasks.base import Metric
+from oktopk.lab.train.config import make_config
+from oktopk.lab.train.setup import Target
 
 TARGET = Target(Metric("wer", "WER"), 0.5)
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.engine import buckets
-from oktopk.engine.buckets import Bucket, by_bucket, check_indexable, grouped, share_out, split_at
+from oktopk.exchange import layout
+from oktopk.exchange.layout import Bucket, by_bucket, check_indexable, grouped, share_out, split_at
 from oktopk.methods.base import SparseSum
 from oktopk.sparse import Sparse
 
@@ -80,7 +80,7 @@ def test_shares_are_by_weight():
 
 
 def test_more_entries_than_int32_are_refused(monkeypatch):
-    monkeypatch.setattr(buckets, "MAX_INDEXABLE", 10)
+    monkeypatch.setattr(layout, "MAX_INDEXABLE", 10)
     check_indexable([5, 5], "model")
     check_indexable([10, 10], "bucket")
     with pytest.raises(ValueError, match="the model has 11 trainable entries"):

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from oktopk.comm.simulated import single_rank_comm
-from oktopk.engine.buckets import Bucket, grouped
-from oktopk.engine.engine import Engine
-from oktopk.engine.group_tuning import (
+from oktopk.errors import StateError
+from oktopk.exchange.engine import (
     SETTLING_STEPS,
     TRIAL_STEPS,
+    Engine,
     GroupTuning,
     distinct_choices,
 )
-from oktopk.errors import StateError
-from oktopk.reducer import Reducer
+from oktopk.exchange.layout import Bucket, grouped
+from oktopk.exchange.reducer import Reducer
 from oktopk.settings import DEFAULT_GROUP_NUMEL, Settings
 from streams import STREAMS
 

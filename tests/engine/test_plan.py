@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from oktopk.engine.buckets import Bucket, grouped
-from oktopk.engine.plan import QUOTA_STEPS, has_quotas, make_plan
+from oktopk.exchange.layout import Bucket, grouped
+from oktopk.exchange.step import QUOTA_STEPS, has_quotas, make_plan
 from oktopk.settings import WIRE, Settings
 
 ONE = grouped([Bucket(1000, dense=((0, 100),)), Bucket(500)], 10**9)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import oktopk
 from oktopk import METHODS, Reducer, simulate
 from oktopk.comm.simulated import single_rank_comm
-from oktopk.engine.buckets import Bucket
-from oktopk.engine.engine import Engine
+from oktopk.exchange.engine import Engine
+from oktopk.exchange.layout import Bucket
 from oktopk.settings import DENSITY, Settings
 from streams import STREAMS
 

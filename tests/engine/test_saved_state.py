@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from oktopk import Reducer
-from oktopk.engine import saved_state
 from oktopk.errors import StateError
+from oktopk.exchange import saved_state
 
 SHAPES = {"a": (4, 3), "b": (5,)}
 THRESHOLDS = {

@@ -12,9 +12,9 @@ import torch
 from msgspec.structs import replace
 
 from oktopk.comm.simulated import single_rank_comm
-from oktopk.engine.buckets import Bucket
-from oktopk.engine.engine import Engine
-from oktopk.engine.residual import apply_dense_, apply_sparse_
+from oktopk.exchange.engine import Engine
+from oktopk.exchange.layout import Bucket
+from oktopk.exchange.step import apply_dense_, apply_sparse_
 from oktopk.methods.base import DenseSum, SparseSum
 from oktopk.settings import Settings
 from oktopk.sparse import Sparse

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch.distributed.run import get_args_parser
 
 from oktopk.cli import parser
-from oktopk.train.config_files import load
+from oktopk.lab.train.config_files import load
 
 ROOT = Path(__file__).parents[2]
 

@@ -149,7 +149,7 @@ def metrics_of(folder: Path | str) -> str:
 def record() -> None:
     """Write what the code gives now."""
     import speech
-    from oktopk.train.tasks.speech.data.synthesis import synthesize_corpus
+    from oktopk.lab.tasks.speech.synthesis import synthesize_corpus
     from worlds import World
 
     found: dict = {"without oktopk": without_oktopk()}

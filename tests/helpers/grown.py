@@ -9,8 +9,8 @@ import torch
 
 from oktopk.comm.communicator import Comm
 from oktopk.comm.torch_transport import TorchTransport
-from oktopk.launch.process_group import job_process_group
-from oktopk.launch.rank_environment import read_rank_environment
+from oktopk.launch.ranks import read_rank_environment
+from oktopk.launch.rendezvous import job_process_group
 
 env = read_rank_environment()
 with job_process_group(env, timeout=30):

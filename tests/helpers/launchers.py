@@ -14,8 +14,8 @@ import torch.distributed as dist
 from oktopk.comm.communicator import Comm
 from oktopk.comm.torch_transport import TorchTransport
 from oktopk.errors import LaunchError
-from oktopk.launch.process_group import job_process_group
-from oktopk.launch.rank_environment import read_rank_environment
+from oktopk.launch.ranks import read_rank_environment
+from oktopk.launch.rendezvous import job_process_group
 
 PREFIXES = ("OKTOPK_", "OMPI_", "PMI", "MPI_", "SLURM_", "PBS_", "MASTER_", "TORCHELASTIC_")
 

@@ -9,22 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oktopk import (
-    METHODS,
-    Policy,
-    Reducer,
-    Settings,
-    StepStats,
-    local_steps,
-    simulate,
-)
+from oktopk import METHODS, Policy, Reducer, Settings, StepStats, local_steps, simulate
 from oktopk.comm.communicator import Comm
 from oktopk.comm.torch_transport import TorchTransport
-from oktopk.engine.buckets import Bucket
-from oktopk.engine.engine import Engine
+from oktopk.exchange.engine import Engine
+from oktopk.exchange.layout import Bucket
 from oktopk.methods.base import SparseSum, codec_for
 from oktopk.sparse import Sparse
-from oktopk.wire.codec import CodecName, EntryRange, encode
+from oktopk.wire import CodecName, EntryRange, encode
 from streams import STREAMS
 
 WAYS = {name: {"method": name} for name in METHODS}

@@ -10,14 +10,9 @@ import sys
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.errors import ExchangeError, LaunchError, RunError
-from oktopk.launch.rank_environment import RankEnvironment
-from oktopk.train import (
-    checkpoint,
-    loop,
-    run,
-    setup,
-)
-from oktopk.train.config import make_config
+from oktopk.lab.train import checkpoint, loop, run, setup
+from oktopk.lab.train.config import make_config
+from oktopk.launch.ranks import RankEnvironment
 from speech import TINY
 
 # the place -> where it is, and at which call; DDP rebuilds its buckets before the second forward

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
 from idioms import Net, batch
-from oktopk.adapters.local_steps import background
+from oktopk.adapters import thread
 
 LOCAL = {"every": 4, "density": 0.05, "outer_momentum": 0.5, "outer_lr": 0.7, "check_every": 2}
 
@@ -99,7 +99,7 @@ def ends_in_flight(rank: int, folder: str, how: str) -> None:
     if rank == 0:
         take_steps(net, optimizer, rank, range(7, 9))
         if how == "soon":
-            background.CLOSE_SECONDS = 0.5
+            thread.CLOSE_SECONDS = 0.5
         if how != "exit":
             dist.destroy_process_group()
         return

@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from oktopk.runlog.reader import parse
-from oktopk.runlog.schema import Record
-from oktopk.train.config import Config
-from oktopk.train.config_files import to_toml
+from oktopk.lab.runlog.reader import parse
+from oktopk.lab.runlog.schema import Record
+from oktopk.lab.train.config import Config
+from oktopk.lab.train.config_files import to_toml
 
 SECONDS = {"data": 0.01, "forward": 0.02, "backward": 0.03, "exposed": 0.02, "optimizer": 0.01}
 TASK = {

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from oktopk.comm.communicator import Comm
 from oktopk.comm.torch_transport import TorchTransport
 from oktopk.errors import RunError
-from oktopk.launch.rank_environment import RankEnvironment
-from oktopk.report.command import report
-from oktopk.train import checkpoint, loop
-from oktopk.train.config import make_config
-from oktopk.train.run import run_training
-from oktopk.train.tasks.speech.task import Speech
+from oktopk.lab.report.report import report
+from oktopk.lab.tasks.speech.task import Speech
+from oktopk.lab.train import checkpoint, loop
+from oktopk.lab.train.config import make_config
+from oktopk.lab.train.run import run_training
+from oktopk.launch.ranks import RankEnvironment
 from oktopk.utils.files import FileError
 
 TINY = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from launchers import environment
-from oktopk.train import checkpoint
+from oktopk.lab.train import checkpoint
 from oktopk.utils.files import read_tensors
 
 SECONDS = 200

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oktopk.wire.codec import EntryRange
+from oktopk.wire import EntryRange
 
 DTYPES = [torch.float32, torch.float64]
 # values that a narrow dtype rounds, flushes to 0 or lets overflow, and block scales that vanish

@@ -41,14 +41,14 @@ def forkserver():
 def threads(num: int):
     """So many torch threads for the calling thread, all of which the kernels use, even for a vector
     of a few entries: at its real value of `SPAN` they need millions."""
-    span, before = kernels.threads.MIN_VALUES, torch.get_num_threads()
-    kernels.threads.MIN_VALUES = 1
+    span, before = kernels.MIN_VALUES, torch.get_num_threads()
+    kernels.MIN_VALUES = 1
     torch.set_num_threads(num)
     try:
         assert len(kernels.thread_slices(torch.empty(2 * num))) == num
         yield
     finally:
-        kernels.threads.MIN_VALUES = span
+        kernels.MIN_VALUES = span
         torch.set_num_threads(before)
 
 

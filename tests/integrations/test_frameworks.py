@@ -479,7 +479,7 @@ def test_a_state_that_was_not_saved_is_named(worlds, tmp_path):
 
 
 def test_one_process_alone_trains_as_without(tmp_path, capsys):
-    from oktopk.integrations.wrapped_model import attach_wrapped, load_if_saved
+    from oktopk.integrations import attach_wrapped, load_if_saved
 
     model = net()
     handle = attach_wrapped(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -494,7 +494,7 @@ def test_integrations_pass_on_every_option_of_attach():
     from inspect import signature
 
     import oktopk
-    from oktopk.adapters.ddp.options import AttachOptions
+    from oktopk.adapters.ddp import AttachOptions
 
     options = set(signature(oktopk.attach).parameters) - {"model", "optimizer", "scaler"}
     assert set(AttachOptions.__annotations__) == options

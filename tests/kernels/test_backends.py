@@ -49,7 +49,7 @@ def test_a_device_without_kernels_of_its_own_has_the_reference():
 COMPILE = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
-from oktopk.kernels.cuda import elias_fano, selection, sums
+from oktopk.kernels.cuda import sums, selection, sums
 
 class Driver:
     get_current_target = lambda self: GPUTarget("cuda", 80, 32)
@@ -66,10 +66,10 @@ for grid, kernel, *args in [
     (sums.GRID, sums._add_part, f, flag, i, f, 0),
     (sums.GRID, sums._scatter, half, i, half),
     (sums.GRID, sums._subtract_common, f, i, 9, 4, i, f),
-    (elias_fano.GRID, elias_fano._encode_low, i, 0, 5, 8, 9, i),
-    (elias_fano.GRID, elias_fano._encode_high, i, 0, 5, i),
-    (elias_fano.GRID, elias_fano._count_ones, i, i),
-    (elias_fano.GRID, elias_fano._decode, i, i, i, i, 0, 5, 9, 9, i),
+    (sums.WORD_GRID, sums._encode_low, i, 0, 5, 8, 9, i),
+    (sums.WORD_GRID, sums._encode_high, i, 0, 5, i),
+    (sums.WORD_GRID, sums._count_ones, i, i),
+    (sums.WORD_GRID, sums._decode, i, i, i, i, 0, 5, 9, 9, i),
 ]:
     assert kernel.warmup(*args, 9, grid=(1,), **grid.options).asm["cubin"]
 """

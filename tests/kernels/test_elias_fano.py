@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernel_cases import check, run
 from oktopk.kernels import reference
-from oktopk.wire.indices import EliasFano, EntryRange
+from oktopk.wire import EliasFano, EntryRange
 
 SIZES = EliasFano()
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oktopk.kernels.float_bits import NUM_BINS, bins_from, cut_bin, from_bits, to_bits
+from oktopk.kernels.bits import NUM_BINS, bins_from, cut_bin, from_bits, to_bits
 
 DTYPES = [torch.float32, torch.float64]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kernel_cases import check
 from oktopk.kernels import reference
-from oktopk.kernels.block_codes import QUANTIZE_BLOCK, QUANTIZERS
+from oktopk.kernels.bits import QUANTIZE_BLOCK, QUANTIZERS
 from wire_cases import EXTREME, NOT_FINITE, values
 
 COUNTS = [0, 1, 2, 33, QUANTIZE_BLOCK - 1, QUANTIZE_BLOCK, QUANTIZE_BLOCK + 1, 700]

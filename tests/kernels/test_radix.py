@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oktopk.kernels.radix import kth_largest
+from oktopk.kernels.bits import kth_largest
 
 
 def counting(numbers, calls=None):

@@ -75,8 +75,8 @@ from functools import partial
 from typing import get_args
 import oktopk
 from oktopk.comm.simulated import run_ranks
-from oktopk.engine.buckets import Bucket
-from oktopk.engine.engine import Engine
+from oktopk.exchange.layout import Bucket
+from oktopk.exchange.engine import Engine
 from oktopk.kernels.ready import make_ready
 from oktopk.settings import CHOICES, Settings
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kernel_cases import check, run
 from oktopk.kernels import reference
-from oktopk.kernels.block_codes import RICE_BLOCK
+from oktopk.kernels.bits import RICE_BLOCK
 from wire_cases import ranges
 
 

@@ -19,7 +19,7 @@ import oktopk
 from laws import assert_all_agree, assert_nothing_is_lost, simulated, trajectory
 from oktopk import Reducer, kernels
 from oktopk.kernels import reference
-from oktopk.methods.candidates import Candidates
+from oktopk.methods.base import Candidates
 from worlds import threads
 
 LOW = 1.0  # the threshold of the candidates
@@ -113,7 +113,7 @@ def test_threads_without_compiled_kernels(monkeypatch):
 
 def test_a_bucket_of_real_size_with_two_threads():
     """At the second sparse step acc is larger, so that far more than k reach the last threshold."""
-    numel, before = 2 * kernels.threads.MIN_VALUES + 7, torch.get_num_threads()
+    numel, before = 2 * kernels.MIN_VALUES + 7, torch.get_num_threads()
     done = {}
     try:
         for num in (1, 2):
@@ -165,7 +165,7 @@ def test_simulated_ranks_share_the_pools_of_threads():
 
 def test_callers_on_eight_threads_share_the_pools(monkeypatch):
     """More callers at once than a pool has threads, as with a communication thread per model."""
-    monkeypatch.setattr(kernels.threads, "MIN_VALUES", 1)
+    monkeypatch.setattr(kernels, "MIN_VALUES", 1)
     grads = [torch.randn(3000, generator=torch.Generator().manual_seed(i)) for i in range(8)]
 
     def find(i: int):

@@ -10,8 +10,7 @@ import sys
 
 import pytest
 
-from oktopk.launch.child_process import start_child, stop_children
-from oktopk.launch.parent_watchdog import parent_pipe
+from oktopk.launch.child_process import parent_pipe, start_child, stop_children
 from oktopk.utils.signals import InterruptedBySignal, raise_on_signals
 
 READY = "print('ready', flush=True); "

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launchers import environment
-from oktopk.launch import interface, network
+from oktopk.launch import network, rendezvous
 
 permitted = pytest.mark.skipif(network._unshare() is None, reason=network.why_not())
 HOSTS = Path(__file__).parents[1] / "helpers" / "hosts.py"
@@ -44,16 +44,16 @@ def names(monkeypatch):
     """What names and targets lead to; the interfaces are this machine's."""
     found = {socket.gethostname(): "127.0.1.1"}
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(interface, "_address_of", found.get)
-    monkeypatch.setattr(interface, "local_address", found.get)
-    monkeypatch.setattr(interface, "interface_with", lambda address: f"with {address}")
+    monkeypatch.setattr(rendezvous, "_address_of", found.get)
+    monkeypatch.setattr(rendezvous, "local_address", found.get)
+    monkeypatch.setattr(rendezvous, "interface_with", lambda address: f"with {address}")
     yield found
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
 
 def test_a_name_that_others_can_reach_is_left_to_gloo(names):
     names[socket.gethostname()] = "10.0.0.1"
-    interface.use_route_to("master")
+    rendezvous.use_route_to("master")
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
@@ -62,25 +62,25 @@ def test_a_name_that_others_can_reach_is_left_to_gloo(names):
     ("routes", "chosen"),
     [
         ({"master": "10.0.0.2"}, "with 10.0.0.2"),
-        ({"master": "127.0.1.1", interface.OUTSIDE: "10.0.0.3"}, "with 10.0.0.3"),
+        ({"master": "127.0.1.1", rendezvous.OUTSIDE: "10.0.0.3"}, "with 10.0.0.3"),
         ({"master": "127.0.1.1"}, None),
         ({}, None),
     ],
 )
 def test_the_interface_is_that_of_the_route_to_rank_0(names, own, routes, chosen):
     names |= routes | {socket.gethostname(): own}
-    interface.use_route_to("master")
+    rendezvous.use_route_to("master")
     assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen
 
 
 def test_what_the_user_has_set_stays(names, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
     names["master"] = "10.0.0.2"
-    interface.use_route_to("master")
+    rendezvous.use_route_to("master")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
 
 
 def test_addresses_and_interfaces_of_this_machine():
-    assert interface.local_address("127.0.0.1") == "127.0.0.1"
-    assert interface.interface_with("127.0.0.1") in ("lo", "lo0")
-    assert interface.interface_with("203.0.113.9") is None
+    assert rendezvous.local_address("127.0.0.1") == "127.0.0.1"
+    assert rendezvous.interface_with("127.0.0.1") in ("lo", "lo0")
+    assert rendezvous.interface_with("203.0.113.9") is None

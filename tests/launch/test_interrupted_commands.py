@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import pytest
 
 from launchers import environment
-from oktopk import check
-from oktopk.launch import local_workers
-from oktopk.launch.local_workers import run_local_workers
+from oktopk.lab import check
+from oktopk.launch import workers as local_workers
+from oktopk.launch.workers import run_local_workers
 
 BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
 

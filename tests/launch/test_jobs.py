@@ -13,7 +13,7 @@ import pytest
 
 from launchers import environment
 from oktopk.cli import parser
-from oktopk.launch.rank_environment import RankEnvironment
+from oktopk.launch.ranks import RankEnvironment
 
 JOBS = Path(__file__).parents[2] / "jobs"
 SCRIPTS = sorted(JOBS.glob("*.sh"))
@@ -66,8 +66,8 @@ def test_the_slurm_job_starts_ranks_that_find_their_rank_and_endpoint(tmp_path):
         'exec "$@"',
     )
     code = (
-        "from oktopk.launch.master_endpoint import master_endpoint; "
-        "from oktopk.launch.rank_environment import read_rank_environment; "
+        "from oktopk.launch.ranks import master_endpoint; "
+        "from oktopk.launch.ranks import read_rank_environment; "
         "env = read_rank_environment(); print(env, master_endpoint(env)[0])"
     )
     fake(

@@ -11,9 +11,9 @@ import time
 import pytest
 
 from oktopk.errors import LaunchError
-from oktopk.launch import local_workers
-from oktopk.launch.local_workers import num_workers_to_start, run_local_workers
-from oktopk.launch.rank_environment import RankEnvironment
+from oktopk.launch import workers as local_workers
+from oktopk.launch.ranks import RankEnvironment
+from oktopk.launch.workers import num_workers_to_start, run_local_workers
 
 
 def test_workers_are_started_unless_a_launcher_did():

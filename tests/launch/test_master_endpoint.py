@@ -7,8 +7,7 @@ import pytest
 
 from launchers import openmpi, srun
 from oktopk.errors import LaunchError
-from oktopk.launch.master_endpoint import PORTS, first_host, master_endpoint
-from oktopk.launch.rank_environment import read_rank_environment
+from oktopk.launch.ranks import PORTS, first_host, master_endpoint, read_rank_environment
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from launchers import environment, start, wait_for
-from oktopk.launch import parent_watchdog
-from oktopk.launch.local_workers import run_local_workers
-from oktopk.train.config import Config
-from oktopk.train.run_process import started
+from oktopk.lab.train.config import Config
+from oktopk.lab.train.run_process import started
+from oktopk.launch import child_process
+from oktopk.launch.workers import run_local_workers
 
 
 def launcher_main(folder: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_variable_that_names_no_pipe_is_ignored(monkeypatch, tmp_path, text):
     numbers = {"not open": closed, "a file": file}
     monkeypatch.setenv("OKTOPK_PARENT_PIPE", str(numbers.get(text, text)))
     before = threading.active_count()
-    parent_watchdog.watch_parent()
+    child_process.watch_parent()
     assert threading.active_count() == before and "OKTOPK_PARENT_PIPE" not in os.environ
     os.close(file)
 
@@ -78,7 +78,7 @@ def test_every_command_watches_its_parent():
 
 def worker_main(pipe) -> None:
     os.environ["OKTOPK_PARENT_PIPE"] = str(pipe.fileno())
-    parent_watchdog.watch_parent()
+    child_process.watch_parent()
     time.sleep(60)
 
 

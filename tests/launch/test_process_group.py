@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from launchers import pbs, rank_main, srun, start
-from oktopk.launch.process_group import job_process_group
+from oktopk.launch.rendezvous import job_process_group
 
 
 def results_of(ranks: list[dict[str, str]], folder: Path, timeout: float = 30.0) -> list[str]:

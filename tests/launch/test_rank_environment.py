@@ -9,8 +9,7 @@ import pytest
 
 from launchers import openmpi, pbs, srun
 from oktopk.errors import LaunchError
-from oktopk.launch.master_endpoint import master_endpoint
-from oktopk.launch.rank_environment import RankEnvironment, read_rank_environment
+from oktopk.launch.ranks import RankEnvironment, master_endpoint, read_rank_environment
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from oktopk.launch.rank_info import RankInfo, choose_device, choose_num_threads, cpu_quota
+from oktopk.launch.rendezvous import RankInfo, choose_device, choose_num_threads, cpu_quota
 
 
 def info(host: str, cores: range, gpus: tuple[str, ...] = ()) -> RankInfo:
@@ -13,12 +13,12 @@ def info(host: str, cores: range, gpus: tuple[str, ...] = ()) -> RankInfo:
 
 
 def test_ranks_of_a_host_share_its_cores(monkeypatch):
-    monkeypatch.setattr("oktopk.launch.rank_info.cpu_quota", lambda: float("inf"))
+    monkeypatch.setattr("oktopk.launch.rendezvous.cpu_quota", lambda: float("inf"))
     shared = [info("a", range(16))] * 4 + [info("b", range(6))] * 4
     assert [choose_num_threads(rank, shared) for rank in (0, 3, 4)] == [4, 4, 1]
     bound = [info("a", range(4)), info("a", range(4, 12))]
     assert [choose_num_threads(rank, bound) for rank in (0, 1)] == [4, 8]
-    monkeypatch.setattr("oktopk.launch.rank_info.cpu_quota", lambda: 6.0)
+    monkeypatch.setattr("oktopk.launch.rendezvous.cpu_quota", lambda: 6.0)
     assert choose_num_threads(0, shared) == 1 and choose_num_threads(1, bound) == 3
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from oktopk.errors import LaunchError
-from oktopk.launch.rank_environment import RankEnvironment
-from oktopk.launch.rank_info import RankInfo
-from oktopk.launch.registration import register
+from oktopk.launch.ranks import RankEnvironment
+from oktopk.launch.rendezvous import RankInfo, register
 
 Registered = tuple[dist.Store, list[RankInfo]] | str
 

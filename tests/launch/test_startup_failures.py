@@ -14,10 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from launchers import environment, rank_main, srun, start, wait_for
-from oktopk.comm.failure_detector import STORE_UNREACHABLE
+from oktopk.comm.failure import STORE_UNREACHABLE
 from oktopk.errors import ExchangeError
-from oktopk.launch import process_group
-from oktopk.launch.rank_environment import RankEnvironment
+from oktopk.launch import rendezvous
+from oktopk.launch.ranks import RankEnvironment
 
 SECONDS = 2.0
 
@@ -95,13 +95,13 @@ def test_a_store_that_stops_while_ranks_register(tmp_path, free_port):
 
 def stopping_main(pid: int, variables: dict[str, str], folder: Path) -> None:
     """A rank that connects to the store, and then finds its host stopped."""
-    register = process_group.register
+    register = rendezvous.register
 
     def after_a_stop(*args):
         os.kill(pid, signal.SIGSTOP)
         return register(*args)
 
-    process_group.register = after_a_stop
+    rendezvous.register = after_a_stop
     rank_main(variables, SECONDS, folder)
 
 
@@ -111,7 +111,7 @@ def lost_main(variables: dict[str, str], blow: int, lost: int, folder: Path) -> 
     os.environ.update(environment(**variables))
     rank = int(variables["SLURM_PROCID"])
     env = RankEnvironment("srun", rank, 3, rank, 3)
-    make_group = process_group._make_default_group
+    make_group = rendezvous._make_default_group
 
     def lost_or_made(*args) -> None:
         (folder / f"{env.rank}.registered").touch()
@@ -120,9 +120,9 @@ def lost_main(variables: dict[str, str], blow: int, lost: int, folder: Path) -> 
             os.kill(os.getpid(), blow)
         make_group(*args)
 
-    process_group._make_default_group = lost_or_made
+    rendezvous._make_default_group = lost_or_made
     try:
-        with process_group.job_process_group(env, 3.0):
+        with rendezvous.job_process_group(env, 3.0):
             said = "joined"
     except ExchangeError as error:
         said = str(error)

@@ -17,7 +17,7 @@ from laws import (
     simulated,
 )
 from oktopk import METHODS, Reducer, simulate
-from oktopk.wire.codec import CODECS
+from oktopk.wire import CODECS
 from streams import STREAMS
 
 over_methods = pytest.mark.parametrize("method", WAYS)

@@ -18,11 +18,11 @@ from laws import (
 )
 from oktopk import simulate
 from oktopk.comm.simulated import single_rank_comm
-from oktopk.engine.buckets import Bucket
-from oktopk.engine.engine import Engine
-from oktopk.methods.ok_topk import balance
-from oktopk.methods.ok_topk.global_threshold import kth_over_ranks
-from oktopk.methods.ok_topk.regions import balanced_bounds
+from oktopk.exchange.engine import Engine
+from oktopk.exchange.layout import Bucket
+from oktopk.methods import balance
+from oktopk.methods.balance import kth_over_ranks
+from oktopk.methods.ok_topk import balanced_bounds
 from oktopk.settings import Settings
 from oktopk.sparse import Sparse
 from streams import STREAMS

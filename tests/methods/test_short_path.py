@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 
 from laws import simulated
 from oktopk import METHODS, simulate
-from oktopk.methods.cost_model import SHORT_BYTES, Work
-from oktopk.methods.ok_topk.balance import max_entries
-from oktopk.methods.ok_topk.short_path import is_short
+from oktopk.methods.balance import max_entries
+from oktopk.methods.base import SHORT_BYTES, MethodState, Work
+from oktopk.methods.ok_topk import is_short
 from oktopk.methods.selection import largest_positions
-from oktopk.methods.state import MethodState
 from oktopk.settings import Settings
 from oktopk.sparse import Sparse
-from oktopk.wire.codec import CODECS, EntryRange, max_words, most_words
+from oktopk.wire import CODECS, EntryRange, max_words, most_words
 from streams import STREAMS
 
 FLOAT = torch.float32

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from oktopk.methods.state import MAX_SLOPE, MIN_SLOPE, ThresholdEstimate, slope_between
+from oktopk.methods.base import MAX_SLOPE, MIN_SLOPE, ThresholdEstimate, slope_between
 
 
 def test_an_estimate_knows_the_threshold_of_more_and_of_fewer_entries():

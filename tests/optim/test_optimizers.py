@@ -20,15 +20,7 @@ import oktopk
 from idioms import Net, batch, weights_of
 from oktopk import kernels
 from oktopk.kernels import reference
-from oktopk.optim.presets import (
-    ADAM,
-    DESCENT,
-    MOMENTUM,
-    OTHER,
-    QUANTISED,
-    apply_preset,
-    preset_for,
-)
+from oktopk.optim.presets import ADAM, DESCENT, MOMENTUM, OTHER, QUANTISED, apply_preset, preset_for
 from oktopk.optim.residual_scaling import ResidualScaling
 from oktopk.optim.staleness import StalenessCorrection
 from oktopk.settings import Settings

@@ -16,23 +16,20 @@ import browser
 import runlogs
 import speech
 from oktopk.cli import main
-from oktopk.report.colours import PARTS, STAGES, colour_of_stage
-from oktopk.report.command import report, sections
-from oktopk.report.curves import with_phases
-from oktopk.report.downsample import downsample
-from oktopk.report.page import (
-    Figure,
-    Section,
-    page,
-    table,
+from oktopk.lab.report.charts import (
+    cost_sentences,
+    downsample,
+    message_counts,
+    slowest_rank,
+    traffic,
+    with_phases,
 )
-from oktopk.report.phases import cost_sentences
-from oktopk.report.times import slowest_rank
-from oktopk.report.traffic import message_counts, traffic
-from oktopk.runlog.histogram import bin_edges, histogram
-from oktopk.runlog.reader import RunLog, read_runlog
-from oktopk.runlog.schema import Histogram, MessagesRecord, RunRecord, StepRecord
-from oktopk.utils.units import format_rate
+from oktopk.lab.report.page import PARTS, STAGES, Figure, Section, colour_of_stage, page, table
+from oktopk.lab.report.report import report, sections
+from oktopk.lab.runlog.reader import RunLog, read_runlog
+from oktopk.lab.runlog.schema import Histogram, MessagesRecord, RunRecord, StepRecord
+from oktopk.lab.runlog.writer import bin_edges, histogram
+from oktopk.utils.arguments import format_rate
 
 SECTIONS = [
     "Learning",

@@ -10,7 +10,9 @@ import pytest
 import runlogs
 from oktopk.comm.communicator import Comm
 from oktopk.comm.torch_transport import TorchTransport
-from oktopk.runlog.aggregates import (
+from oktopk.lab.runlog.reader import RunLog
+from oktopk.lab.runlog.schema import PhaseTotals, StepRecord
+from oktopk.lab.runlog.writer import (
     RunTotals,
     cumulative_bytes,
     cumulative_minutes,
@@ -22,8 +24,6 @@ from oktopk.runlog.aggregates import (
     totals_of_all_ranks,
     totals_of_rank_0,
 )
-from oktopk.runlog.reader import RunLog
-from oktopk.runlog.schema import PhaseTotals, StepRecord
 
 
 def step(number: int, phase: str = "sparse", **more) -> StepRecord:

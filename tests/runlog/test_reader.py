@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from oktopk.runlog.reader import parse, read_runlog
-from oktopk.runlog.schema import UnknownRecord
+from oktopk.lab.runlog.reader import parse, read_runlog
+from oktopk.lab.runlog.schema import UnknownRecord
 
 
 def step(number: int, **more) -> dict:

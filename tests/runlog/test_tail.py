@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 import runlogs
-from oktopk.runlog.tail import RunLogTail
+from oktopk.lab.runlog.reader import RunLogTail
 
 
 def test_only_what_is_new_is_read_and_half_a_line_waits(tmp_path):

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from oktopk.runlog.reader import parse, read_runlog
-from oktopk.runlog.schema import (
+from oktopk.lab.runlog.reader import parse, read_runlog
+from oktopk.lab.runlog.schema import (
     RECORD_TYPES,
     EndRecord,
     EpochRecord,
@@ -18,7 +18,7 @@ from oktopk.runlog.schema import (
     StepRecord,
     ValidationRecord,
 )
-from oktopk.runlog.writer import RunLogWriter, encode
+from oktopk.lab.runlog.writer import RunLogWriter, encode
 
 
 def step(number: int, **more) -> StepRecord:

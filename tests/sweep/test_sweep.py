@@ -14,25 +14,24 @@ import pytest
 
 import browser
 import runlogs
-from oktopk.sweep import trial as trials
-from oktopk.sweep.page import (
+from oktopk.lab.sweep import sweep
+from oktopk.lab.sweep.results import (
+    Range,
+    Result,
+    as_table,
+    best,
     cost,
     history,
     importance,
     parallel,
+    parse,
+    ranked,
     slices,
     write_report,
 )
-from oktopk.sweep.results import (
-    Result,
-    as_table,
-    best,
-    ranked,
-)
-from oktopk.sweep.space import Range, parse
-from oktopk.train import run_process
-from oktopk.train.config import Config
-from oktopk.train.tasks.base import Metric
+from oktopk.lab.tasks.base import Metric
+from oktopk.lab.train import run_process
+from oktopk.lab.train.config import Config
 from speech import SMALL
 
 WER = Metric("wer", "WER")
@@ -198,7 +197,7 @@ def test_a_failed_trial_does_not_end_the_sweep_but_many_do(trainer, call, capsys
 def test_a_trial_that_was_cut_off_goes_on_in_its_folder(trainer, call, capsys, monkeypatch):
     trainer.acts = lambda config: runlogs.whole_run()[:5]
     with monkeypatch.context() as late:
-        late.setattr(trials, "time", SimpleNamespace(monotonic=lambda: float("inf")))
+        late.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: float("inf")))
         assert call(*LR, "--trials", "2", "--minutes", "10") == 1
     assert "the time is up; it was saved" in capsys.readouterr().out
     assert [row["state"] for row in table()] == ["half-way"]

@@ -11,16 +11,13 @@ from inspect import signature
 import pytest
 
 from oktopk import local_steps
-from oktopk.runlog.reader import read_runlog
-from oktopk.runlog.run_directory import CONFIG_FILE
+from oktopk.lab.runlog.reader import CONFIG_FILE, read_runlog
+from oktopk.lab.train.config import Config, make_config, nearest, preset_options, specs
+from oktopk.lab.train.config_files import SHIPPED, add_flags, load, shipped, to_toml, with_flags
+from oktopk.lab.train.exchange import baseline_warmup, exchange_options
+from oktopk.lab.train.run_process import flags
+from oktopk.lab.train.setup import log_unused_options, with_known_start
 from oktopk.settings import LOCAL_DENSITY, LOCAL_EVERY, WIRE, Settings
-from oktopk.train.config import Config, make_config, nearest, specs
-from oktopk.train.config_files import SHIPPED, load, shipped, to_toml
-from oktopk.train.exchange import baseline_warmup, exchange_options
-from oktopk.train.flags import add_flags, with_flags
-from oktopk.train.preset_options import preset_options
-from oktopk.train.run_process import flags
-from oktopk.train.setup import log_unused_options, with_known_start
 
 PLAIN = {"overshoot": 0.0, "staleness_correction": False, "rescale_with_lr": False}
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from oktopk.runlog.aggregates import RunTotals
-from oktopk.runlog.schema import StepRecord
-from oktopk.train.config import Config
-from oktopk.train.console import ProgressBar
-from oktopk.train.summary import summary
-from oktopk.train.validate import Validation
-from oktopk.utils.units import format_duration
+from oktopk.lab.runlog.schema import StepRecord
+from oktopk.lab.runlog.writer import RunTotals
+from oktopk.lab.train.config import Config
+from oktopk.lab.train.console import ProgressBar
+from oktopk.lab.train.run import summary
+from oktopk.lab.train.validate import Validation
+from oktopk.utils.arguments import format_duration
 
 
 def step(number: int, sent: int) -> StepRecord:
@@ -41,7 +41,7 @@ def test_a_resumed_run_counts_the_bytes_of_all_its_steps(capsys):
 )
 def test_no_more_time_is_left_than_the_limit_allows(capsys, monkeypatch, config, left):
     now = iter((0.0, 60.0))
-    monkeypatch.setattr("oktopk.train.console.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("oktopk.lab.train.console.time.monotonic", lambda: next(now))
     totals = RunTotals()
     progress = ProgressBar(1000, 0, config, totals)
     totals.add(step(0, sent=100))

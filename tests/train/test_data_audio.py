@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 import soundfile
 
-from oktopk.train.tasks.speech.data import audio
-from oktopk.train.tasks.speech.data.labels import (
+from oktopk.lab.tasks.speech import recordings
+from oktopk.lab.tasks.speech.recordings import (
     BLANK,
     LABELS,
+    DataError,
     decode,
     encode,
+    extra,
     unknown,
 )
-from oktopk.train.tasks.speech.data.problems import DataError, extra
 from oktopk.utils.extras import MissingPackageError
 from recordings import RATE, save, sphere, tone
 
@@ -40,34 +41,34 @@ def test_unknown_characters_are_errors(text):
 def test_every_format_gives_the_same_samples(tmp_path, kind):
     samples = tone()
     path = save(tmp_path / "x", samples, kind)
-    assert audio.duration(path) == len(samples) / RATE
-    np.testing.assert_array_equal(audio.read_audio(path) * 32768, samples)
+    assert recordings.duration(path) == len(samples) / RATE
+    np.testing.assert_array_equal(recordings.read_audio(path) * 32768, samples)
 
 
 @pytest.mark.parametrize("order", ["01", "10"])
 def test_sphere_of_both_byte_orders(tmp_path, order):
     path = tmp_path / "x.sph"
     path.write_bytes(sphere(tone(), order))
-    np.testing.assert_array_equal(audio.read_audio(path) * 32768, tone())
+    np.testing.assert_array_equal(recordings.read_audio(path) * 32768, tone())
 
 
 @pytest.mark.parametrize("order", ["big", "little"])
 def test_byte_order_of_raw_files_is_detected(tmp_path, order):
     paths = [save(tmp_path / str(i), tone(seed=i), f"{order}-endian") for i in range(3)]
     (tmp_path / "empty.raw").touch()
-    assert audio.byte_order([*paths, tmp_path / "empty.raw"]) == order
-    np.testing.assert_array_equal(audio.read_raw(paths[1], order) * 32768, tone(seed=1))
+    assert recordings.byte_order([*paths, tmp_path / "empty.raw"]) == order
+    np.testing.assert_array_equal(recordings.read_raw(paths[1], order) * 32768, tone(seed=1))
 
 
 def test_noise_has_no_byte_order(tmp_path):
     noise = np.random.default_rng(0).integers(-32768, 32767, 8000).astype(np.int16)
     with pytest.raises(DataError, match="neither byte order"):
-        audio.byte_order([save(tmp_path / "x", noise, "big-endian")])
+        recordings.byte_order([save(tmp_path / "x", noise, "big-endian")])
 
 
 def test_wav_comes_back_bit_for_bit(tmp_path):
     samples = np.array([-32768, 32767, 0, 1, -1] * 100, np.int16)
-    audio.write_wav(tmp_path / "x.wav", samples.astype(np.float32) / 32768)
+    recordings.write_wav(tmp_path / "x.wav", samples.astype(np.float32) / 32768)
     read, rate = soundfile.read(tmp_path / "x.wav", dtype="int16")
     assert rate == RATE
     np.testing.assert_array_equal(read, samples)
@@ -76,12 +77,12 @@ def test_wav_comes_back_bit_for_bit(tmp_path):
 def test_channels_are_averaged(tmp_path):
     both = np.stack([tone(), np.zeros_like(tone())], axis=1)
     soundfile.write(tmp_path / "x.wav", both, RATE)
-    np.testing.assert_allclose(audio.read_audio(tmp_path / "x.wav") * 65536, tone())
+    np.testing.assert_allclose(recordings.read_audio(tmp_path / "x.wav") * 65536, tone())
 
 
 def test_silence_is_heard():
-    assert audio.silent(np.zeros(400)) and audio.silent(np.full(400, 0.25))
-    assert not audio.silent(tone() / 32768)
+    assert recordings.silent(np.zeros(400)) and recordings.silent(np.full(400, 0.25))
+    assert not recordings.silent(tone() / 32768)
 
 
 def broken(tmp_path, how):
@@ -118,7 +119,7 @@ def broken(tmp_path, how):
 def test_each_defect_has_its_message(tmp_path, how, message):
     path = broken(tmp_path, how)
     with pytest.raises(DataError, match=message) as error:
-        audio.read_audio(path)
+        recordings.read_audio(path)
     assert str(path) in str(error.value)
 
 
@@ -131,12 +132,12 @@ def test_each_defect_of_raw_files_has_its_message(tmp_path, data, message):
     if data is not None:
         path.write_bytes(data)
     with pytest.raises(DataError, match=message):
-        audio.read_raw(path, "big")
+        recordings.read_raw(path, "big")
 
 
 def test_raw_files_belong_to_an4(tmp_path):
     with pytest.raises(DataError, match=r"x.raw has no header: `oktopk data an4`"):
-        audio.duration(save(tmp_path / "x", tone(), "big-endian"))
+        recordings.duration(save(tmp_path / "x", tone(), "big-endian"))
 
 
 def test_a_long_list_of_problems_is_cut_and_counted():

@@ -11,25 +11,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oktopk.train.tasks.speech.data import features as spectral
-from oktopk.train.tasks.speech.data.batches import (
+from oktopk.lab.tasks.speech import features as spectral
+from oktopk.lab.tasks.speech.features import (
+    BINS,
     GAIN_DB,
     TEMPO,
+    at_tempo,
     augmentation,
     collate,
-    plan,
-)
-from oktopk.train.tasks.speech.data.features import (
-    BINS,
-    at_tempo,
     features,
     open_spectra,
+    plan,
     spectrogram,
 )
-from oktopk.train.tasks.speech.data.labels import encode
-from oktopk.train.tasks.speech.data.manifest import Utterance
-from oktopk.train.tasks.speech.data.problems import DataError
-from oktopk.train.validate import shard
+from oktopk.lab.tasks.speech.recordings import DataError, Utterance, encode
+from oktopk.lab.train.validate import shard
 from recordings import RATE, save, tone
 
 TEXTS = ["GO", "NO NO", "MAY FIRST", "B B A", "STOP", "R U B"]

@@ -14,9 +14,9 @@ import pytest
 import soundfile
 
 from oktopk.cli import parser
-from oktopk.train.tasks.speech.data.an4 import convert
-from oktopk.train.tasks.speech.data.commands import ACTIONS
-from oktopk.train.tasks.speech.data.manifest import (
+from oktopk.lab.tasks.speech.an4 import ACTIONS, convert, repair
+from oktopk.lab.tasks.speech.recordings import (
+    DataError,
     Utterance,
     check,
     find_manifests,
@@ -24,8 +24,6 @@ from oktopk.train.tasks.speech.data.manifest import (
     speaker,
     write_manifest,
 )
-from oktopk.train.tasks.speech.data.problems import DataError
-from oktopk.train.tasks.speech.data.repair import repair
 from recordings import RATE, SECONDS, TEST, TRAIN, an4_like, save, tone
 
 REAL = Path(__file__).parents[3] / "shared" / "an4"
@@ -50,7 +48,7 @@ def test_an4_of_every_kind_becomes_the_same_corpus(tmp_path, kind):
 
 
 def test_a_slow_disk_shows_progress(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("oktopk.utils.progress.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("oktopk.utils.console.QUIET_SECONDS", 0.0)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     convert(an4_like(tmp_path / "an4"), tmp_path / "out")
     said = capsys.readouterr().out

@@ -13,15 +13,16 @@ import pytest
 from numpy.random import default_rng
 
 from oktopk.cli import parser
-from oktopk.train.tasks.speech.data import sentences, synthesis
-from oktopk.train.tasks.speech.data.labels import unknown
-from oktopk.train.tasks.speech.data.manifest import (
+from oktopk.lab.tasks.speech import synthesis
+from oktopk.lab.tasks.speech import synthesis as sentences
+from oktopk.lab.tasks.speech.recordings import (
+    DataError,
     check,
     find_manifests,
     read_manifest,
     speaker,
+    unknown,
 )
-from oktopk.train.tasks.speech.data.problems import DataError
 
 
 def digest(folder: Path) -> dict[str, str]:

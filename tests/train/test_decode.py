@@ -9,8 +9,8 @@ from itertools import groupby, product
 import pytest
 import torch
 
-from oktopk.train.tasks.speech.data.labels import LABELS, decode, encode
-from oktopk.train.tasks.speech.decode import beam, greedy
+from oktopk.lab.tasks.speech.recordings import LABELS, decode, encode
+from oktopk.lab.tasks.speech.task import beam, greedy
 
 
 def scores(text: str) -> torch.Tensor:

@@ -6,8 +6,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from oktopk.train.loop import _is_histogram_due
-from oktopk.train.setup import Progress
+from oktopk.lab.train.loop import _is_histogram_due
+from oktopk.lab.train.setup import Progress
 
 
 def test_snapshots_of_parameters_are_of_the_latest_phase_too():

@@ -6,12 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from oktopk.train.tasks.speech.lstman4 import (
-    Lookahead,
-    Lstman4,
-    ctc_loss,
-    reversed_frames,
-)
+from oktopk.lab.tasks.speech.lstman4 import Lookahead, Lstman4, ctc_loss, reversed_frames
 
 FULL = {
     "conv.0.weight": (32, 1, 41, 11),

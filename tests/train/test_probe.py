@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import speech
-from oktopk.train.probe import selection_quality
+from oktopk.lab.train.setup import selection_quality
 
 
 def test_selection_qualityd_by_hand():

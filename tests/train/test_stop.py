@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from oktopk.errors import StoppedError
-from oktopk.train.stop import StopRequest, steps_between_checks
+from oktopk.lab.train.recorder import StopRequest, steps_between_checks
 from oktopk.utils.signals import STOP_SIGNALS
 
 

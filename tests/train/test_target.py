@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 import speech
-from oktopk.train.target import parse_target
-from oktopk.train.tasks.base import Metric
+from oktopk.lab.tasks.base import Metric
+from oktopk.lab.train.setup import parse_target
 
 METRICS = (
     Metric("wer", "WER", best=0),

@@ -11,15 +11,12 @@ import pytest
 import torch
 
 from oktopk.errors import RunError
-from oktopk.train.config import make_config
-from oktopk.train.loop import finished, why_finished
-from oktopk.train.setup import Progress
-from oktopk.train.step import _backward
-from oktopk.train.target import Target
-from oktopk.train.tasks import Metric, option
-from oktopk.train.tasks.base import to_device
-from oktopk.train.tasks.checks import checked, checked_task
-from oktopk.train.validate import check_evaluate
+from oktopk.lab.tasks import Metric, option
+from oktopk.lab.tasks.base import checked, checked_task, to_device
+from oktopk.lab.train.config import make_config
+from oktopk.lab.train.loop import _backward, finished, why_finished
+from oktopk.lab.train.setup import Progress, Target
+from oktopk.lab.train.validate import check_evaluate
 
 CPU = torch.device("cpu")
 
@@ -115,7 +112,7 @@ def test_a_task_says_how_many_examples_it_has(number):
 @pytest.mark.parametrize(
     ("member", "value", "named"),
     [
-        ("fingerprint()", 7, "must be a text, as oktopk.train.tasks.fingerprint returns it, got 7"),
+        ("fingerprint()", 7, "must be a text, as oktopk.lab.tasks.fingerprint returns it, got 7"),
         ("build_model()", len, "must be a torch.nn.Module, got a builtin_function_or_method"),
     ],
 )

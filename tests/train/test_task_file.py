@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from oktopk.runlog.reader import read_runlog
-from oktopk.train.tasks.registry import load_user_task
+from oktopk.lab.runlog.reader import read_runlog
+from oktopk.lab.tasks.registry import load_user_task
 from task_runs import train
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "task_regression.py"

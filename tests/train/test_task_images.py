@@ -12,15 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from oktopk.compare import command as compare_command
-from oktopk.train import command as train_command
-from oktopk.train.tasks.images.augment import augment
-from oktopk.train.tasks.images.dataset import mean_and_deviation
-from oktopk.train.tasks.images.folders import find_images
-from oktopk.train.tasks.images.options import ImagesOptions
-from oktopk.train.tasks.images.resnet import ResNet20
-from oktopk.train.tasks.images.task import Images
-from oktopk.train.tasks.images.vgg import VGG16
+from oktopk.lab.compare import compare
+from oktopk.lab.tasks.images.data import augment, find_images, mean_and_deviation
+from oktopk.lab.tasks.images.task import VGG16, Images, ResNet20
+from oktopk.lab.tasks.options import ImagesOptions
+from oktopk.lab.train import run
 from oktopk.utils.extras import MissingPackageError
 from task_runs import assert_resumed_alike, train
 
@@ -271,8 +267,8 @@ def test_an_image_that_cannot_be_read_is_told_once_before_anything_starts(
 ):
     """It is not the first one: only decoding all of them finds it."""
     started = []
-    monkeypatch.setattr(train_command, "run_local_workers", lambda *_: started.append("workers"))
-    monkeypatch.setattr(compare_command, "train_in_process", lambda *_: started.append("a run"))
+    monkeypatch.setattr(run, "run_local_workers", lambda *_: started.append("workers"))
+    monkeypatch.setattr(compare, "train_in_process", lambda *_: started.append("a run"))
     (folder / "train" / "ox" / "3.png").write_bytes(b"not an image")
     assert oktopk(command, "--task", "images", "--data", str(folder)) == 1
     decoding, said = capsys.readouterr().err.splitlines()

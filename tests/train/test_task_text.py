@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from oktopk.train.config_files import load
-from oktopk.train.schedule import learning_rate
-from oktopk.train.tasks.text.corpus import Corpus, read_corpus
-from oktopk.train.tasks.text.gpt import GPT
-from oktopk.train.tasks.text.options import TextOptions
-from oktopk.train.tasks.text.task import Text, printable
+from oktopk.lab.tasks.options import TextOptions
+from oktopk.lab.tasks.text import GPT, Corpus, Text, printable, read_corpus
+from oktopk.lab.train.config_files import load
+from oktopk.lab.train.setup import learning_rate
 from task_runs import assert_resumed_alike
 
 

@@ -11,10 +11,10 @@ import torch
 
 import speech
 from oktopk.errors import RunError
-from oktopk.runlog import run_directory
-from oktopk.train.tasks.speech.data.synthesis import synthesize_corpus
-from oktopk.train.tasks.speech.task import Speech, errors
-from oktopk.train.validate import is_validated
+from oktopk.lab.runlog import reader
+from oktopk.lab.tasks.speech.synthesis import synthesize_corpus
+from oktopk.lab.tasks.speech.task import Speech, errors
+from oktopk.lab.train.validate import is_validated
 
 
 @pytest.fixture(scope="module")
@@ -221,14 +221,14 @@ def test_a_cut_metrics_file_is_mended(worlds, corpus, tmp_path):
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
-    numbers = [run_directory.create_run_directory(tmp_path, "a", resume=False) for _ in range(3)]
-    assert numbers == [1, 2, 3] and run_directory.latest_number(tmp_path, "a") == 3
+    numbers = [reader.create_run_directory(tmp_path, "a", resume=False) for _ in range(3)]
+    assert numbers == [1, 2, 3] and reader.latest_number(tmp_path, "a") == 3
     with (
-        run_directory.lock(tmp_path / "a"),
+        reader.lock(tmp_path / "a"),
         pytest.raises(RunError, match="another run is writing"),
     ):
-        run_directory.lock(tmp_path / "a")
-    run_directory.lock(tmp_path / "a").close()
+        reader.lock(tmp_path / "a")
+    reader.lock(tmp_path / "a").close()
 
 
 def test_a_second_run_does_not_write_over_the_first(worlds, corpus, tmp_path):

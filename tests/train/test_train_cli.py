@@ -17,19 +17,18 @@ import pytest
 import speech
 from launchers import environment
 from oktopk import cli
-from oktopk.runlog.run_directory import (
+from oktopk.lab.runlog.reader import (
     METRICS_FILE,
     create_run_directory,
     has_checkpoint,
     latest_number,
     latest_resumable,
 )
-from oktopk.train import checkpoint
-from oktopk.train import command as train_command
-from oktopk.train.command import resolve
-from oktopk.train.config import Config
-from oktopk.train.config_files import to_toml
-from oktopk.train.run import find_and_restore
+from oktopk.lab.train import checkpoint
+from oktopk.lab.train import run as train_command
+from oktopk.lab.train.config import Config
+from oktopk.lab.train.config_files import to_toml
+from oktopk.lab.train.run import find_and_restore, resolve
 from speech import SMALL
 
 RUN = [sys.executable, "-m", "oktopk", "train"]

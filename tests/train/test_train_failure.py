@@ -17,9 +17,9 @@ import torch
 
 import speech
 from oktopk.errors import RunError
-from oktopk.train import checkpoint
-from oktopk.train.config import Config
-from oktopk.train.exchange import make_exchange
+from oktopk.lab.train import checkpoint
+from oktopk.lab.train.config import Config
+from oktopk.lab.train.exchange import make_exchange
 from oktopk.utils.files import FileError
 from worlds import forkserver
 
@@ -177,8 +177,8 @@ def small_board(folder: Path, said: Path) -> None:
     """Write more events than a file may have, with all that is said in a file of its own."""
     with said.open("wb") as file:
         os.dup2(file.fileno(), 2)
-    from oktopk.runlog.schema import StepRecord
-    from oktopk.train.tensorboard import TensorBoardWriter
+    from oktopk.lab.runlog.schema import StepRecord
+    from oktopk.lab.train.recorder import TensorBoardWriter
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
     board = TensorBoardWriter(folder / "events", 0)

@@ -3,7 +3,7 @@
 
 import pytest
 
-from oktopk.utils.units import format_metric
+from oktopk.utils.arguments import format_metric
 
 
 @pytest.mark.parametrize(

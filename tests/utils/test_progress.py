@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from oktopk.utils import progress
-from oktopk.utils.progress import LINE_SECONDS, QUIET_SECONDS, TimeLeft, said_if_slow
+from oktopk.utils import console
+from oktopk.utils.console import LINE_SECONDS, QUIET_SECONDS, TimeLeft, said_if_slow
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that is set by hand."""
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -63,11 +63,11 @@ def test_parts_are_counted_one_by_one(clock, capsys, monkeypatch):
 
 
 def test_what_takes_long_is_said_while_it_does(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "SLOW_SECONDS", 1000.0)
+    monkeypatch.setattr(console, "SLOW_SECONDS", 1000.0)
     with said_if_slow("loading"):
         pass
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(console, "SLOW_SECONDS", 0.0)
     said = ""
     with said_if_slow("loading"):
         while not said:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from oktopk.utils.time_limit import CallTimeoutError, call_with_timeout
+from oktopk.utils.signals import CallTimeoutError, call_with_timeout
 
 
 def test_a_late_call_is_abandoned_and_results_and_errors_are_passed_on():

@@ -14,18 +14,19 @@ from types import SimpleNamespace
 import pytest
 
 import runlogs
-from oktopk.runlog.schema import EpochRecord, PhaseTotals, ProbeRecord, RankMemory
-from oktopk.train.tensorboard import TensorBoardWriter
-from oktopk.watch import command as watching
-from oktopk.watch.command import command, find, others
-from oktopk.watch.screen import (
+from oktopk.lab import watch
+from oktopk.lab.runlog.schema import EpochRecord, PhaseTotals, ProbeRecord, RankMemory
+from oktopk.lab.train.recorder import TensorBoardWriter
+from oktopk.lab.watch import command, find, others
+from oktopk.lab.watch_screen import (
     SILENT_SECONDS,
+    RunState,
+    RunWatcher,
     rows,
     screen,
     sparkline,
     status,
 )
-from oktopk.watch.state import RunState, RunWatcher
 
 
 def state_of(entries: list[dict]) -> RunState:
@@ -167,8 +168,8 @@ def test_in_a_pipe_there_is_a_line_when_something_is_new(tmp_path, capsys, monke
         growing.append(capsys.readouterr().out)
         runlogs.write(tmp_path / "run", [run[:4], run[:4], run[:7], run][len(growing) - 1])
 
-    monkeypatch.setattr(watching, "LINE_SECONDS", 0.0)
-    monkeypatch.setattr(watching, "time", SimpleNamespace(**vars(time) | {"sleep": pause}))
+    monkeypatch.setattr(watch, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(watch, "time", SimpleNamespace(**vars(time) | {"sleep": pause}))
     assert command(args(tmp_path / "run")) == 0
     assert growing == [
         "waiting for the run to begin\n",

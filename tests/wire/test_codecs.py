@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oktopk import wire
 from oktopk.kernels import QUANTIZE_BLOCK
-from oktopk.wire import codec
-from oktopk.wire.codec import CODECS, CodecName, EntryRange
-from oktopk.wire.values import BLOCK
+from oktopk.wire import BLOCK, CODECS, CodecName, EntryRange
 from wire_cases import BITS, DTYPES, EXTREME, NOT_FINITE, ranges, same_bits, values
 
 VALUE_CODECS = {name: row.values for name, row in CODECS.items()}
@@ -135,15 +134,13 @@ def test_the_largest_indices_arrive_exactly(name, indices):
 def test_entries_are_read_as_the_sender_was_told(name, case, data, dtype):
     indices, entries = case
     x = data.draw(values(entries.count, dtype))
-    words, received, told = codec.encode(indices, x, entries, name)
-    assert words.numel() == codec.num_words(told, name, dtype)
-    assert words.numel() <= codec.max_words(entries, name, dtype)
-    (entries,) = codec.told_ranges(
-        codec.sizes_to_tell(told, name), name, [(entries.lo, entries.hi)]
-    )
+    words, received, told = wire.encode(indices, x, entries, name)
+    assert words.numel() == wire.num_words(told, name, dtype)
+    assert words.numel() <= wire.max_words(entries, name, dtype)
+    (entries,) = wire.told_ranges(wire.sizes_to_tell(told, name), name, [(entries.lo, entries.hi)])
     read_indices, read = torch.empty_like(indices), torch.empty_like(x)
-    assert codec.is_possible(entries, name, dtype)
-    assert codec.decode(words, entries, name, read_indices, read)
+    assert wire.is_possible(entries, name, dtype)
+    assert wire.decode(words, entries, name, read_indices, read)
     assert read_indices.equal(indices) and same_bits(read, received)
     assert same_bits(received, sent(CODECS[name].values, x))  # packed or not
     assert name != "plain" or received is x
@@ -155,9 +152,9 @@ def test_entries_are_read_as_the_sender_was_told(name, case, data, dtype):
 def test_no_codec_is_larger_than_the_plain_one(name, case, dtype):
     indices, entries = case
     most = entries.count * (1 + dtype.itemsize // 4)
-    assert codec.max_words(entries, name, dtype) <= most
+    assert wire.max_words(entries, name, dtype) <= most
     x = torch.ones(entries.count, dtype=dtype)
-    assert codec.encode(indices, x, entries, name).words.numel() <= most
+    assert wire.encode(indices, x, entries, name).words.numel() <= most
 
 
 def bits_of(name, density: float, n: int) -> float:
@@ -165,7 +162,7 @@ def bits_of(name, density: float, n: int) -> float:
     drawn = torch.rand(n, generator=torch.Generator().manual_seed(0)) < density
     indices = drawn.nonzero().squeeze(1).int()
     entries = EntryRange(len(indices), 0, n)
-    words = codec.encode(indices, torch.ones(len(indices)), entries, name).words
+    words = wire.encode(indices, torch.ones(len(indices)), entries, name).words
     return 32 * words.numel() / len(indices)
 
 
@@ -180,7 +177,7 @@ def test_bits_per_entry(name, density):
 @pytest.mark.parametrize("density", [0.001, 0.02, 0.25])
 def test_the_estimate_of_bits_per_entry_is_that_of_a_real_message(name, density):
     bits = bits_of(name, density, round(20_000 / density))
-    assert codec.entry_bits(name, density) == pytest.approx(bits, abs=0.1)
+    assert wire.entry_bits(name, density) == pytest.approx(bits, abs=0.1)
 
 
 def test_indices_in_clusters_take_fewer_bits_than_spread_evenly():
@@ -198,13 +195,13 @@ def test_indices_in_clusters_take_fewer_bits_than_spread_evenly():
 
 
 def test_everything_travels_plain_at_density_1():
-    assert codec.entry_bits("bf16", 1.0) == 64
+    assert wire.entry_bits("bf16", 1.0) == 64
 
 
 def test_memory_for_several_ranges_is_one_tensor_cut_into_views():
     entries = [EntryRange(3, 0, 9), EntryRange(0, 9, 9), EntryRange(2, 9, 20)]
     like = torch.empty(0, dtype=torch.float64)
-    indices, index_parts, all_values, value_parts = codec.allocate_entries(entries, like)
+    indices, index_parts, all_values, value_parts = wire.allocate_entries(entries, like)
     assert (indices.dtype, all_values.dtype) == (torch.int32, torch.float64)
     for number, (part, value_part) in enumerate(zip(index_parts, value_parts, strict=True)):
         part.fill_(number)

@@ -19,10 +19,10 @@ from laws import WAYS
 from oktopk import kernels
 from oktopk.comm.communicator import Comm
 from oktopk.comm.simulated import Scheduler, SimulatedGroup, SimulatedTransport
-from oktopk.engine.buckets import Bucket
-from oktopk.engine.engine import Engine
+from oktopk.exchange.engine import Engine
+from oktopk.exchange.layout import Bucket
 from oktopk.kernels import reference
-from oktopk.wire.codec import CODECS, EntryRange, is_possible, max_words
+from oktopk.wire import CODECS, EntryRange, is_possible, max_words
 from streams import STREAMS
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oktopk.wire import message
-from oktopk.wire.codec import CODECS, EntryRange
-from oktopk.wire.message import Message
+from oktopk import wire
+from oktopk.wire import CODECS, EntryRange, Message
 from wire_cases import DTYPES, ranges, same_bits, values
 
 
@@ -26,10 +25,10 @@ def test_a_message_is_read_as_the_sender_was_told(name, case, data, dtype, num_d
     indices, entries = case
     x = data.draw(values(entries.count, dtype))
     dense = data.draw(values(num_dense, dtype))
-    words, received, entries = message.write(indices, x, entries, name, dense)
-    assert words.numel() == message.num_words(entries, name, dtype, num_dense)
+    words, received, entries = wire.write_message(indices, x, entries, name, dense)
+    assert words.numel() == wire.message_words(entries, name, dtype, num_dense)
     read_indices, read = torch.empty_like(indices), torch.empty_like(x)
-    read_dense, is_sound = message.read(words, entries, name, read_indices, read)
+    read_dense, is_sound = wire.read_message(words, entries, name, read_indices, read)
     assert is_sound
     assert read_indices.equal(indices) and same_bits(read, received)
     assert same_bits(read_dense, dense)  # exactly, whatever the codec rounds
@@ -48,12 +47,14 @@ def test_messages_of_all_ranks_are_read_in_rank_order(name, rank):
         for peer, count in enumerate(counts)
     ]
     written = [
-        message.write(each.indices, each.values, EntryRange(count, 0, 9), name, each.dense_part)
+        wire.write_message(
+            each.indices, each.values, EntryRange(count, 0, 9), name, each.dense_part
+        )
         for count, each in zip(counts, sent, strict=True)
     ]
     words = {peer: each.words for peer, each in enumerate(written) if peer != rank}
     checked = []
-    read = message.read_all(
+    read = wire.read_messages(
         words,
         [each.entries for each in written],
         name,

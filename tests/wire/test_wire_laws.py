@@ -15,10 +15,9 @@ from laws import (
     assert_nothing_is_lost,
     simulated,
 )
-from oktopk.engine.residual import apply_sparse_
-from oktopk.methods.cost_model import Work
-from oktopk.methods.state import MethodState
-from oktopk.wire.codec import CODECS
+from oktopk.exchange.step import apply_sparse_
+from oktopk.methods.base import MethodState, Work
+from oktopk.wire import CODECS
 from streams import STREAMS
 from wire_cases import BITS
 

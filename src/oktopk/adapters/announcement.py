@@ -5,23 +5,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from oktopk.adapters.gradient_driver import GradientDriver
-from oktopk.adapters.local_steps.outer_step import OuterOptions
+from oktopk.adapters.driver import GradientDriver
+from oktopk.adapters.local_driver import OuterOptions
 from oktopk.adapters.parameters import ParameterLayout
-from oktopk.comm.ledger import dense_allreduce
+from oktopk.comm.communicator import dense_allreduce
 from oktopk.methods import METHODS
-from oktopk.methods.cost_model import Work
-from oktopk.optim.presets import (
-    PLAIN,
-    changes_for,
-    name_of,
-    warn_if_short,
-    warn_if_unknown,
-)
+from oktopk.methods.base import Work
+from oktopk.optim.presets import PLAIN, changes_for, name_of, warn_if_short, warn_if_unknown
 from oktopk.settings import Settings, num_kept
 from oktopk.sparse import common_acc_dtype
-from oktopk.utils.announce import announce
-from oktopk.utils.units import format_bytes
+from oktopk.utils.arguments import format_bytes
+from oktopk.utils.console import announce
 
 
 def tell(driver: GradientDriver[Any], total_steps: int | None, *, verbose: bool) -> None:

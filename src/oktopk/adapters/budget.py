@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from oktopk.comm.communicator import Comm
-from oktopk.engine.budget import (
+from oktopk.exchange.budget import (
     NEARLY_AS_FAST,
     WIRES,
     Choice,
@@ -28,13 +28,13 @@ from oktopk.engine.budget import (
     corrected,
     probe_speeds,
 )
-from oktopk.engine.saved_state import SavedBudget
+from oktopk.exchange.saved_state import SavedBudget
 from oktopk.settings import Settings
 from oktopk.sparse import common_acc_dtype
-from oktopk.utils.announce import announce
 from oktopk.utils.arguments import number, short_repr
+from oktopk.utils.console import announce
 from oktopk.utils.device import to_device
-from oktopk.wire.codec import CodecName
+from oktopk.wire import CodecName
 
 log = logging.getLogger("oktopk")
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oktopk.adapters.side_stream import share
+from oktopk.adapters.thread import share
 from oktopk.comm.communicator import Comm, equal_shares
-from oktopk.engine.saved_state import clean_name
 from oktopk.errors import StateError
-from oktopk.optim.flat_views import local_shard
+from oktopk.exchange.saved_state import clean_name
+from oktopk.optim.staleness import local_shard
 from oktopk.utils.device import to_device, to_host
 
 log = logging.getLogger("oktopk")

@@ -5,37 +5,36 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from oktopk.adapters.driver import Driver, OnStep
-from oktopk.adapters.gathered_state import GatheredState, gather_states
-from oktopk.adapters.rank_files import (
+from oktopk.adapters.saved_states import (
+    GatheredState,
     NoStatesError,
     Offer,
-    moment_of,
-    offers,
-    read_states,
-    write_state,
-)
-from oktopk.adapters.state_by_rank import (
     StateByRank,
+    gather_states,
+    moment_of,
     name_of,
     names_to_load,
+    offers,
+    read_states,
     refuse_shared_names,
+    write_state,
 )
-from oktopk.comm.communicator import Comm
-from oktopk.comm.failure_detector import FailureDetector
-from oktopk.comm.ledger import Traffic
-from oktopk.comm.newest import newest_on_all
-from oktopk.engine import saved_state
-from oktopk.engine.buckets import Layout
-from oktopk.engine.saved_state import Exchanged, SavedRates
+from oktopk.comm.communicator import Comm, Traffic
+from oktopk.comm.consistency import newest_on_all
+from oktopk.comm.failure import FailureDetector
 from oktopk.errors import ExchangeError, StateError
+from oktopk.exchange import saved_state
+from oktopk.exchange.layout import Layout
+from oktopk.exchange.saved_state import Exchanged, SavedRates
 from oktopk.settings import Settings
 from oktopk.stats import StepStats
 from oktopk.utils.files import FileError
@@ -378,3 +377,44 @@ def _listed(found: list[Offer]) -> str:
     """The steps of the states that a rank could load, for a message; "not readable" for none."""
     steps = [f"{step}" if not local else f"{step}-{local}" for _, step, local, _ in sorted(found)]
     return f"of step {' and '.join(steps)}" if steps else "not readable"
+
+
+# Which handles exchange which parameters with which ranks.
+#
+# `attach` and `local_steps` may share a model, dense or sparse gradients inside a site and local
+# steps across sites. Over the same ranks one of them would only repeat what the other has done.
+
+
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """What a handle exchanges, and with which ranks of the job."""
+
+    parameters: frozenset[int]
+    """Their ids: the handle keeps them alive."""
+
+    ranks: frozenset[int]
+
+
+_OPEN: WeakKeyDictionary[BaseHandle, _Reach] = WeakKeyDictionary()
+
+
+def note_open(handle: BaseHandle, parameters: Iterable[Tensor], ranks: Collection[int]) -> None:
+    """Remember a handle until it is closed or dropped."""
+    _OPEN[handle] = _Reach(frozenset(map(id, parameters)), frozenset(ranks))
+
+
+def refuse_other_exchange(
+    parameters: Iterable[Tensor], ranks: Collection[int], exchanged: Exchanged
+) -> None:
+    """Raise ValueError where the other kind of handle has these parameters and two of the ranks."""
+    ids = set(map(id, parameters))
+    for handle, reach in list(_OPEN.items()):
+        shared = sorted(reach.ranks.intersection(ranks))
+        if handle.exchanged != exchanged and len(shared) > 1 and not handle.closed:
+            if reach.parameters.isdisjoint(ids):
+                continue
+            raise ValueError(
+                f"ranks {shared} exchange the {handle.exchanged} of this model already, so they "
+                f"cannot exchange its {exchanged} too: close() the other handle first, or let one "
+                "work inside a site and the other across sites (docs/guides/local_steps.md)"
+            )

@@ -17,18 +17,12 @@ from collections.abc import Collection, Sequence
 from oktopk.cli.commands import COMMANDS
 from oktopk.cli.parser import Parser, bold, examples, flags_of, innermost, subparsers_of
 from oktopk.errors import ExchangeError, LaunchError
-from oktopk.launch.parent_watchdog import watch_parent
-from oktopk.launch.rank_environment import read_rank_environment
+from oktopk.launch.child_process import watch_parent
+from oktopk.launch.ranks import read_rank_environment
 from oktopk.utils import signals
-from oktopk.utils.extras import (
-    EXTRAS,
-    NEEDED,
-    MissingPackageError,
-    missing_packages,
-    require,
-)
+from oktopk.utils.arguments import UsageError, did_you_mean
+from oktopk.utils.extras import EXTRAS, NEEDED, MissingPackageError, missing_packages, require
 from oktopk.utils.files import FileError, single_line
-from oktopk.utils.flags import UsageError, did_you_mean
 from oktopk.version import __version__
 
 INTRODUCTION = "Data-parallel PyTorch training over links that are too slow for dense gradients."
@@ -96,7 +90,7 @@ def parse(argv: Sequence[str]) -> Namespace:
 def _unknown(words: list[str], known: Sequence[str]) -> str:
     name, hint = words[0].split("=")[0], did_you_mean
     if "--config" in known:  # settings of a training, some of which had other names
-        from oktopk.train.config import nearest as hint
+        from oktopk.lab.train.config import nearest as hint
     return f"unrecognized arguments: {' '.join(words)}{hint(name, known)}"
 
 
@@ -104,7 +98,7 @@ def _check_config(own: ArgumentParser, args: Namespace) -> None:
     """Exit if config or task cannot be loaded: that is why flags are unknown."""
     if not hasattr(args, "config"):
         return
-    from oktopk.train.config_files import load
+    from oktopk.lab.train.config_files import load
 
     try:
         load(args.config or "", getattr(args, "task", ""))

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from oktopk.utils.flags import did_you_mean
+from oktopk.utils.arguments import did_you_mean
 
 WIDEST = 100
 """The most columns that a help text takes; a narrower terminal takes fewer."""

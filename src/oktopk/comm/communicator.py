@@ -1,33 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Comm`: the collectives that methods use, and the count of the bytes they send.
-
-Methods send through a `Comm` and in no other way. So bytes are counted in one place, and the same
-method runs over a torch process group or over simulated ranks.
-
-There are two kinds of collectives, and the ledger keeps their bytes apart:
-
-- Payload collectives carry gradient entries. Their messages may have a different size for every
-  pair of ranks, and both sides know the sizes before they call.
-- Header collectives carry a few integers of fixed size: the sizes of the messages that follow,
-  counts, checksums. Ranks need no prior knowledge to call them.
-
-All of them but the dense allreduce send directly from rank to rank, with all receives posted at
-once: one round, and no copy of a buffer per peer. Every rank must call the same collectives in the
-same order. An empty message is not sent: both sides know that its size is 0.
-"""
+"""`Comm`: the collectives that methods use, and the ledger of the bytes they send."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from operator import add, attrgetter, sub
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from oktopk import kernels
-from oktopk.comm.ledger import Ledger, dense_allreduce, messages
 from oktopk.errors import MessageError
 from oktopk.utils.device import to_device
+
+# The ledger: bytes and messages that a rank sent and received, by stage; headers are apart.
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes and messages of one rank. Payload is gradient entries; headers are sizes and counts."""
+
+    payload_sent: int = 0
+    """Bytes of gradient entries that were sent."""
+
+    header_sent: int = 0
+    """Bytes of sizes, counts, bounds and checksums that were sent."""
+
+    messages_sent: int = 0
+    """Messages that were sent; empty ones never are."""
+
+    payload_received: int = 0
+    """Bytes of gradient entries that were received."""
+
+    header_received: int = 0
+    """Bytes of sizes, counts, bounds and checksums that were received."""
+
+    messages_received: int = 0
+    """Messages that were received."""
+
+    @property
+    def sent(self) -> int:
+        """All bytes that were sent."""
+        return self.payload_sent + self.header_sent
+
+    @property
+    def received(self) -> int:
+        """All bytes that were received."""
+        return self.payload_received + self.header_received
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*map(add, _counts(self), _counts(other)))
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(*map(sub, _counts(self), _counts(other)))
+
+
+_counts = attrgetter(*(each.name for each in fields(Traffic)))  # looked up once: it is added often
+
+
+def messages(sent: Iterable[int], received: Iterable[int], *, header: bool) -> Traffic:
+    """Count messages of the given sizes. Empty ones are never sent, so they do not count."""
+    sent, received = [b for b in sent if b], [b for b in received if b]
+    kind = "header" if header else "payload"
+    return Traffic(
+        **{f"{kind}_sent": sum(sent), f"{kind}_received": sum(received)},
+        messages_sent=len(sent),
+        messages_received=len(received),
+    )
+
+
+def dense_allreduce(nbytes: int, size: int) -> Traffic:
+    """Count a dense allreduce as reduce-scatter and allgather: each rank sends 2n(P-1)/P elements.
+
+    The process group chooses the algorithm. Every bandwidth-optimal one sends this much.
+    """
+    share, num = 2 * nbytes * (size - 1) // size, 2 * (size - 1) if nbytes else 0
+    return Traffic(
+        payload_sent=share, payload_received=share, messages_sent=num, messages_received=num
+    )
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Traffic by stage (`split`, `gather`, ...), counted from the start."""
+
+    stages: dict[str, Traffic] = field(default_factory=dict)
+    sizes: dict[str, Counter[int]] = field(default_factory=dict)
+    """Messages sent, by stage and by the bit length of their size: 11 is from 1 to 2 KiB."""
+
+    def add(self, stage: str, traffic: Traffic, sent: Iterable[int]) -> None:
+        """Add the traffic of some messages; `sent` has the bytes of each that was sent."""
+        self.stages[stage] = self.stages.get(stage, Traffic()) + traffic
+        sizes = self.sizes.setdefault(stage, Counter())
+        sizes.update(size.bit_length() for size in sent if size)
+
+    def total(self) -> Traffic:
+        # a copy: another thread may add a stage meanwhile
+        return sum(list(self.stages.values()), Traffic())
+
+    def snapshot(self) -> dict[str, Traffic]:
+        """Return the counts until now, for `since`."""
+        return dict(self.stages)
+
+    def since(self, before: dict[str, Traffic]) -> dict[str, Traffic]:
+        """Return what was added after the snapshot `before`, by stage."""
+        return {
+            stage: traffic - before.get(stage, Traffic()) for stage, traffic in self.stages.items()
+        }
+
+
+# `Comm`: the collectives that methods use, and the count of the bytes they send.
+#
+# Methods send through a `Comm` and in no other way. So bytes are counted in one place, and the
+# same method runs over a torch process group or over simulated ranks.
+#
+# There are two kinds of collectives, and the ledger keeps their bytes apart:
+#
+# - Payload collectives carry gradient entries. Their messages may have a different size for every
+#   pair of ranks, and both sides know the sizes before they call.
+# - Header collectives carry a few integers of fixed size: the sizes of the messages that follow,
+#   counts, checksums. Ranks need no prior knowledge to call them.
+#
+# All of them but the dense allreduce send directly from rank to rank, with all receives posted at
+# once: one round, and no copy of a buffer per peer. Every rank must call the same collectives in
+# the same order. An empty message is not sent: both sides know that its size is 0.
 
 
 class Transport(Protocol):
@@ -289,3 +389,39 @@ def equal_shares(x: Tensor, size: int) -> Tensor:
     shares = x.new_zeros(size, -(-x.numel() // size))
     shares.view(-1)[: x.numel()] = x
     return shares
+
+
+# Broadcast of whole tensors, bit for bit, for the start of a run.
+
+
+WORD_BYTES = 4
+
+
+def broadcast_(tensors: Iterable[Tensor], comm: Comm, *, stage: str) -> None:
+    """Overwrite the tensors of all ranks with those of rank 0, which sends each to every rank.
+
+    Payload: n(P-1) elements sent by rank 0. One tensor at a time, so that no copy of them all is
+    needed.
+    """
+    for x in map(_distinct, tensors):
+        if comm.rank == 0:
+            words = _words(x)
+            comm.exchange(dict.fromkeys(comm.peers, words), {}, x.device, stage=stage)
+        else:
+            sizes = {0: -(-x.nbytes // WORD_BYTES)}
+            words = comm.exchange({}, sizes, x.device, stage=stage)[0]
+            flat = words.view(torch.uint8)[: x.nbytes].view(x.dtype)
+            x.detach().copy_(flat.view(x.shape))
+
+
+def _distinct(x: Tensor) -> Tensor:
+    """The entries of a tensor that have memory of their own: an expanded one repeats them."""
+    for dim, stride in enumerate(x.stride()):
+        if stride == 0 and x.shape[dim] > 1:
+            x = x.narrow(dim, 0, 1)
+    return x
+
+
+def _words(x: Tensor) -> Tensor:
+    flat = x.detach().contiguous().view(-1).view(torch.uint8)
+    return pad(flat, (0, -flat.numel() % WORD_BYTES)).view(torch.int32)

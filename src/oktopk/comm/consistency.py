@@ -1,29 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Consistency checks: all ranks compare what they are about to do; where it differs, all raise.
-
-`attach` compares through the store of the process group, before any collective. A rank that has
-another dtype or method, or that does not attach at all, would otherwise send messages of another
-size than its peers expect, and gloo then ends the process. What is known only at the first step
-(the state that was loaded, the dtype of the gradients) is compared by a collective with a header of
-fixed size.
-
-Ranks compare named values that JSON can hold: numbers, strings, and lists of them.
+"""What ranks compare, so that all of them raise where one would: settings, replicas, saved
+states.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from hashlib import sha256
 from threading import Event
 from time import monotonic
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from oktopk.comm.communicator import Comm
-from oktopk.comm.store import Store
-from oktopk.errors import ExchangeError
+from oktopk.errors import ExchangeError, ReplicaError
+
+# The key-value store that the ranks of a process group share.
+
+
+class Store(Protocol):
+    """The methods of `torch.distributed.Store` that this project calls."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+# Consistency checks: all ranks compare what they are about to do; where it differs, all raise.
+#
+# `attach` compares through the store of the process group, before any collective. A rank that has
+# another dtype or method, or that does not attach at all, would otherwise send messages of another
+# size than its peers expect, and gloo then ends the process. What is known only at the first step
+# (the state that was loaded, the dtype of the gradients) is compared by a collective with a header
+# of fixed size.
+#
+# Ranks compare named values that JSON can hold: numbers, strings, and lists of them.
+
 
 HEADER_BYTES = 1024  # for a rank's values as JSON
 PROTOCOL = 1  # version of the messages between ranks; raise it whenever they change
@@ -182,3 +201,89 @@ def _shortened(value: object) -> object:
     """Replace a long value by its beginning and a digest, which still differ if the value does."""
     text = json.dumps(value)
     return value if len(text) <= 40 else f"{text[:20]}... {sha256(text.encode()).hexdigest()[:8]}"
+
+
+# A cheap check that all ranks hold the same weights.
+#
+# Buffers are not compared. DDP usually broadcasts those of rank 0 before each forward, so a
+# difference does not last. With `broadcast_buffers=False`, and for running statistics between two
+# forward passes or two exchanges of local steps, a difference is correct.
+
+
+INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+AFTER_JOIN = (
+    "; there was a join before, and DDP then copies the weights of the last rank to the others but "
+    "not the state of its optimizer (momentum): copy that too, as docs/guides/ddp.md shows"
+)
+BLOCK = 1 << 16  # values multiplied at once
+ODD = -0x61C8864680B583EB  # 2^64 over the golden ratio, as int64: its multiples look random
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    """Return a different odd factor for every place in a block, so that swapped values are seen."""
+    mixed = torch.arange(1, BLOCK + 1, device=device) * ODD
+    return (mixed ^ (mixed >> 29)) | 1
+
+
+def checksum(x: Tensor) -> Tensor:
+    """Return a hash of the bits of x in their order, modulo 2^64. One read, 1 MB of scratch."""
+    bits = x.detach().reshape(-1).view(INTEGER[x.element_size()])
+    total, factors = bits.new_zeros((), dtype=torch.int64), _factors(x.device)
+    for block in bits.split(BLOCK):
+        total = total * ODD + (block * factors[: len(block)]).sum()
+    return total
+
+
+def check_replicas(
+    parameters: dict[str, Tensor],
+    comm: Comm,
+    step: int,
+    *,
+    joined: bool = False,
+    has_joined: bool = False,
+) -> None:
+    """Raise ReplicaError on every rank if weights differ, with the first tensor and the ranks.
+
+    One read of the weights, and a header of 8 bytes per tensor and 2 more words. A rank that has
+    `joined` ran out of data inside `DistributedDataParallel.join`. It does not step its optimizer,
+    so its weights are not compared until DDP overwrites them at the end of the join. `has_joined`
+    tells that this happened before; the error then explains what may be the cause.
+    """
+    if not parameters:
+        return
+    sums = [checksum(parameter) for parameter in parameters.values()]
+    flags = sums[0].new_tensor([joined, has_joined])
+    everyone = comm.all_gather_header(torch.cat([torch.stack(sums), flags]), stage="weights").cpu()
+    active = (everyone[:, -2] == 0).nonzero().view(-1)
+    differs = everyone[active] != everyone[active[:1]]
+    for column, name in enumerate(parameters):
+        others = [comm.global_ranks[rank] for rank in active[differs[:, column]].tolist()]
+        if others:
+            raise ReplicaError(
+                f"rank {comm.global_rank}, step {step}: the weights of {name!r} differ "
+                f"between rank {comm.global_ranks[int(active[0])]} and {ranks_text(others)}"
+                + (AFTER_JOIN if everyone[:, -1].any() else "")
+            )
+
+
+# The newest of what all ranks have, where each of them found some of it in files.
+
+
+LAST = 8
+"""How many a rank tells of: older ones are not looked for."""
+
+
+def newest_on_all(
+    found: Iterable[tuple[int, ...]], width: int, comm: Comm, device: torch.device
+) -> tuple[int, ...] | None:
+    """The largest tuple that every rank has found; None if there is none. Collective.
+
+    All tuples have `width` numbers, none of which is -2. Header: 64 bytes for each of them.
+    """
+    nothing = (-2,) * width
+    newest = sorted(found)[-LAST:]
+    table = torch.tensor(newest + [nothing] * (LAST - len(newest)), dtype=torch.int64)
+    heard = comm.all_gather_header(table.to(device), stage="checkpoint").tolist()
+    common = set.intersection(*({tuple(row) for row in rows} for rows in heard)) - {nothing}
+    return max(common, default=None)

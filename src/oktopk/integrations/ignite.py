@@ -8,9 +8,9 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from oktopk.adapters.ddp.handle import Handle
-from oktopk.adapters.ddp.options import AttachOptions
-from oktopk.integrations.wrapped_model import Unattached, attach_wrapped
+from oktopk.adapters.ddp import AttachOptions
+from oktopk.adapters.ddp_handle import Handle
+from oktopk.integrations import Unattached, attach_wrapped
 
 
 def attach(

@@ -7,9 +7,9 @@ import logging
 import math
 from typing import Any, Unpack
 
-from oktopk.adapters.ddp.handle import Handle
-from oktopk.adapters.ddp.options import AttachOptions
-from oktopk.integrations.wrapped_model import Unattached, attach_wrapped
+from oktopk.adapters.ddp import AttachOptions
+from oktopk.adapters.ddp_handle import Handle
+from oktopk.integrations import Unattached, attach_wrapped
 from oktopk.utils.extras import require
 
 require("oktopk.integrations.lightning", "lightning")

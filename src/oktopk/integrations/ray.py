@@ -7,9 +7,9 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from oktopk.adapters.ddp.handle import Handle
-from oktopk.adapters.ddp.options import AttachOptions
-from oktopk.integrations.wrapped_model import Unattached, attach_wrapped, load_if_saved
+from oktopk.adapters.ddp import AttachOptions
+from oktopk.adapters.ddp_handle import Handle
+from oktopk.integrations import Unattached, attach_wrapped, load_if_saved
 from oktopk.utils.extras import require
 
 require("oktopk.integrations.ray", "ray")

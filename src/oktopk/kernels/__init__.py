@@ -11,24 +11,69 @@ selected, and the few selected values tell whether the whole tensor has a NaN.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
+from itertools import pairwise
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from oktopk.kernels.backend import Correction as Correction
 from oktopk.kernels.backend import KernelBackend as KernelBackend
 from oktopk.kernels.backend import SecondMoment as SecondMoment
-from oktopk.kernels.block_codes import QUANTIZE_BLOCK as QUANTIZE_BLOCK
-from oktopk.kernels.block_codes import QUANTIZERS as QUANTIZERS
-from oktopk.kernels.block_codes import RICE_BLOCK as RICE_BLOCK
-from oktopk.kernels.block_codes import num_blocks as num_blocks
-from oktopk.kernels.float_bits import from_bits as from_bits
-from oktopk.kernels.no_sync import histogram as histogram
-from oktopk.kernels.no_sync import nonzero_counted as nonzero_counted
-from oktopk.kernels.threads import run_in_threads as run_in_threads
-from oktopk.kernels.threads import thread_slices as thread_slices
+from oktopk.kernels.bits import QUANTIZE_BLOCK as QUANTIZE_BLOCK
+from oktopk.kernels.bits import QUANTIZERS as QUANTIZERS
+from oktopk.kernels.bits import RICE_BLOCK as RICE_BLOCK
+from oktopk.kernels.bits import from_bits as from_bits
+from oktopk.kernels.bits import histogram as histogram
+from oktopk.kernels.bits import nonzero_counted as nonzero_counted
+from oktopk.kernels.bits import num_blocks as num_blocks
 from oktopk.sparse import EntryBuffer, Sparse
+
+# Threads for kernels on the CPU: every kernel runs on one core, without the GIL.
+
+
+T = TypeVar("T")
+
+MIN_VALUES = 2**21  # a thread with fewer values than this is not worth starting
+
+
+def thread_slices(x: Tensor) -> list[slice]:
+    """Cut x into consecutive slices, one for each thread that is worth its start.
+
+    On a CPU there are at most as many as torch has threads. That number may differ between ranks,
+    and between threads of one rank, since torch fixes it when a thread first asks for it. So
+    nothing that ranks exchange may depend on how many slices there are.
+    """
+    num = 1
+    if x.device.type == "cpu":
+        num = max(1, min(torch.get_num_threads(), x.numel() // MIN_VALUES))
+    edges = [x.numel() * i // num for i in range(num + 1)]
+    return [slice(lo, hi) for lo, hi in pairwise(edges)]
+
+
+def run_in_threads(work: Callable[[slice], T], slices: list[slice]) -> list[T]:
+    """Call `work` with every slice, each in a thread; the results in the order of the slices.
+
+    `work` must not call this function itself. An error, such as KeyboardInterrupt, is raised only
+    when all threads are done, since until then they write to the caller's tensors.
+    """
+    pool = _pool(len(slices), os.getpid())
+    futures = [pool.submit(work, part) for part in slices]
+    try:
+        return [future.result() for future in futures]
+    finally:
+        wait(futures)
+
+
+@cache
+def _pool(num_threads: int, pid: int) -> ThreadPoolExecutor:
+    # By process id: a forked child inherits the pool but not its threads, and would wait forever.
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="oktopk-kernel")
+
 
 SPARE_SLOTS = 64  # that `accumulate_select` may overwrite behind the `capacity` of its `out`
 
@@ -212,7 +257,7 @@ def encode_elias_fano(
 
     `low` gets the lowest `num_low_bits` bits of every `index - lo`, one after the other. `high`
     gets a one for each entry, at bit `((index - lo) >> num_low_bits) + number of the entry`. Both
-    are int32 tensors of the right size (`oktopk.wire.indices.EliasFano`). O(entries).
+    are int32 tensors of the right size (`oktopk.wire.EliasFano`). O(entries).
     """
     backend_for(indices.device.type).encode_elias_fano(indices, lo, num_low_bits, low, high)
 
@@ -254,7 +299,7 @@ def quantize(values: Tensor, num_bits: int, parameters: Tensor, codes: Tensor) -
     """Write float32 values as a sign and the nearest of 2 ** (num_bits - 1) levels of their block.
 
     `block_codes.QUANTIZERS` has the levels. `parameters` and `codes` are int32 tensors of the
-    right size (`oktopk.wire.values.Quantized`). A block with a NaN or Inf is read as NaN. O(n).
+    right size (`oktopk.wire.Quantized`). A block with a NaN or Inf is read as NaN. O(n).
     """
     backend_for(values.device.type).quantize(values, num_bits, parameters, codes)
 

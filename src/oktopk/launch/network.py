@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 from oktopk.errors import LaunchError
-from oktopk.launch.local_workers import run_local_workers
+from oktopk.launch.workers import run_local_workers
 
 INSIDE = "OKTOPK_NETWORK"
 """The variable that processes inside the namespaces have: the network."""

@@ -8,8 +8,7 @@ import math
 from torch import Tensor
 
 from oktopk.comm.communicator import Comm
-from oktopk.methods.base import DenseSum, Method
-from oktopk.methods.cost_model import Cost, Work
+from oktopk.methods.base import Cost, DenseSum, Method, Work
 
 
 def all_reduce(acc: Tensor, comm: Comm) -> DenseSum:

@@ -17,24 +17,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from oktopk import kernels
+from oktopk import kernels, wire
 from oktopk.comm.communicator import Comm
 from oktopk.methods import selection
 from oktopk.methods.base import (
     Average,
+    Cost,
+    MethodState,
     SparseMethod,
     SparseSum,
+    Work,
     at_indices,
     codec_for,
     correction,
     divided,
 )
-from oktopk.methods.cost_model import Cost, Work
 from oktopk.methods.selection import top_entries
-from oktopk.methods.state import MethodState
 from oktopk.sparse import Sparse, empty
-from oktopk.wire import message
-from oktopk.wire.codec import (
+from oktopk.wire import (
     CodecName,
     EntryRange,
     allocate_entries,
@@ -82,7 +82,7 @@ class Node:
     def encode(self, entries: Sparse, dense_part: Tensor) -> tuple[Packet, Tensor]:
         """The message of some entries, and their values as they will be decoded."""
         entry_range = EntryRange(entries.num, 0, entries.numel)
-        words, decoded, told = message.write(
+        words, decoded, told = wire.write_message(
             entries.indices, entries.values, entry_range, self.codec, dense_part
         )
         return Packet(words, told, self.comm.rank), decoded
@@ -91,7 +91,7 @@ class Node:
         """The entries of a message, and what travels dense beside them."""
         indices, _, values, _ = allocate_entries([packet.entries], self.like.values)
         into = indices, values
-        dense_part, is_sound = message.read(packet.words, packet.entries, self.codec, *into)
+        dense_part, is_sound = wire.read_message(packet.words, packet.entries, self.codec, *into)
         self.comm.expect(is_sound, packet.sender)
         return Sparse(indices, values, self.like.numel), dense_part
 
@@ -119,7 +119,7 @@ class Node:
         if source is not None:
             self.comm.expect(is_possible(entries, self.codec, dtype), source)
             num_dense = self.num_dense + (entries.count if up and self.counts_senders else 0)
-            sizes[source] = message.num_words(entries, self.codec, dtype, num_dense)
+            sizes[source] = wire.message_words(entries, self.codec, dtype, num_dense)
         outgoing = {target: packet.words} if target is not None and packet is not None else {}
         received = self.comm.exchange(outgoing, sizes, device, stage=stage)
         return None if source is None else Packet(received[source], entries, source)

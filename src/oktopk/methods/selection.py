@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from oktopk import kernels
-from oktopk.methods.candidates import Candidates
-from oktopk.methods.state import MethodState
+from oktopk.methods.base import Candidates, MethodState
 from oktopk.sparse import Sparse, empty
 
 TOLERANCE = 0.1

@@ -10,21 +10,22 @@ from torch import Tensor
 
 from oktopk.comm.communicator import Comm
 from oktopk.methods import selection
+from oktopk.methods.balance import gather
 from oktopk.methods.base import (
     Average,
+    Cost,
+    MethodState,
     SparseMethod,
     SparseSum,
+    Work,
     codec_for,
     correction,
     divided,
     imbalance,
 )
-from oktopk.methods.cost_model import Cost, Work
-from oktopk.methods.ok_topk.balance import gather
-from oktopk.methods.ok_topk.regions import equal_bounds, split_reduce
-from oktopk.methods.state import MethodState
+from oktopk.methods.ok_topk import equal_bounds, split_reduce
 from oktopk.sparse import Sparse
-from oktopk.wire.codec import CodecName, EntryRange, max_words, words_per_value
+from oktopk.wire import CodecName, EntryRange, max_words, words_per_value
 
 
 def exchange(

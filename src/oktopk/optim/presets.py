@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from torch.optim import SGD, Adamax
 
-from oktopk.optim.adam_state import KNOWN, is_pair_of_betas
 from oktopk.optim.residual_scaling import local_optimizer
+from oktopk.optim.staleness import KNOWN, is_pair_of_betas
 from oktopk.settings import Settings, ramp
 from oktopk.utils.arguments import integer
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from oktopk.engine.saved_state import SavedRates
+from oktopk.exchange.saved_state import SavedRates
 
 LOWEST = 0.1  # of the highest rate: the lowest that residuals follow
 

@@ -1,20 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGINT and SIGTERM: everything that handles them does it with the functions here.
-
-A command ends with one line and exit code 128 + number, at any moment. Four things may happen in
-the course of it, and each function sets one of them:
-
-- `exit_on_signals`: the process exits at once, while modules are imported.
-- `raise_on_signals`: InterruptedBySignal is raised, so that a command stops the processes that it
-  started.
-- `record_signals`: they are collected in a list. The launcher passes them on to its workers.
-- `SignalFlag`: the first one is noted, so that the trainer saves a checkpoint; a second one does
-  what it did before.
-
-A rank is not a command: the process that started it prints the line, and SIGTERM must end the rank
-even where it waits in C++. So a rank has the defaults (`default_on_signals`) until the trainer
-makes a `SignalFlag`.
-"""
+"""SIGINT and SIGTERM, and a time limit for calls that have none."""
 
 from __future__ import annotations
 
@@ -24,8 +9,26 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+# SIGINT and SIGTERM: everything that handles them does it with the functions here.
+#
+# A command ends with one line and exit code 128 + number, at any moment. Four things may happen in
+# the course of it, and each function sets one of them:
+#
+# - `exit_on_signals`: the process exits at once, while modules are imported.
+# - `raise_on_signals`: InterruptedBySignal is raised, so that a command stops the processes that it
+#   started.
+# - `record_signals`: they are collected in a list. The launcher passes them on to its workers.
+# - `SignalFlag`: the first one is noted, so that the trainer saves a checkpoint; a second one does
+#   what it did before.
+#
+# A rank is not a command: the process that started it prints the line, and SIGTERM must end the
+# rank even where it waits in C++. So a rank has the defaults (`default_on_signals`) until the
+# trainer makes a `SignalFlag`.
+
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 Handler = Callable[[int, FrameType | None], Any] | signal.Handlers | int | None
@@ -140,3 +143,40 @@ def started_as_command() -> bool:
 def _not_ignored() -> list[signal.Signals]:
     """Return the signals that this process does not ignore, as it may under nohup and in shells."""
     return [n for n in STOP_SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)]
+
+
+# A time limit for calls that have none of their own, such as those of torch's stores.
+
+
+T = TypeVar("T")
+GRACE = 2.0
+"""Seconds beyond its own limit that a call gets before `call_with_timeout` abandons it."""
+
+
+class CallTimeoutError(TimeoutError):
+    """A call did not return within its time limit."""
+
+
+def call_with_timeout(seconds: float, function: Callable[[], T]) -> T:
+    """Return or raise what `function` does; CallTimeoutError if it takes more than `seconds`.
+
+    It runs on a daemon thread, which is abandoned when it is late: a call that blocks in C++ cannot
+    be interrupted. The calling thread therefore still handles signals while it waits.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:  # noqa: BLE001 - raised below, on the thread that called
+            errors.append(error)
+
+    thread = Thread(target=run, name="oktopk-time-limit", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if results:
+        return results[0]
+    raise CallTimeoutError(f"no answer after {seconds:g} s")

@@ -12,22 +12,27 @@ from collections.abc import Callable
 import torch
 
 from oktopk.kernels.backend import SecondMoment
-from oktopk.kernels.block_codes import QUANTIZE_BLOCK, QUANTIZERS
-from oktopk.kernels.cpu.ascent import ascend_within
-from oktopk.kernels.cpu.elias_fano import decode_elias_fano, encode_elias_fano
-from oktopk.kernels.cpu.magnitudes import (
+from oktopk.kernels.bits import QUANTIZE_BLOCK, QUANTIZERS
+from oktopk.kernels.cpu.codes import (
+    ascend_within,
+    decode_elias_fano,
+    decode_rice,
+    dequantize,
+    encode_elias_fano,
+    encode_rice,
+    quantize,
+)
+from oktopk.kernels.cpu.selection import (
+    accumulate_select,
     all_finite,
     count_at_least,
     kth_magnitude,
+    select,
     smallest_magnitude,
     trim,
 )
-from oktopk.kernels.cpu.quantization import dequantize, quantize
-from oktopk.kernels.cpu.rice import decode_rice, encode_rice
-from oktopk.kernels.cpu.second_moment import correct_second_moments_
-from oktopk.kernels.cpu.selection import accumulate_select, select
 from oktopk.kernels.cpu.sums import _merge as a_kernel
-from oktopk.kernels.cpu.sums import add_at_, apply_result_, merge
+from oktopk.kernels.cpu.sums import add_at_, apply_result_, correct_second_moments_, merge
 from oktopk.sparse import Sparse
 
 Call = Callable[[], object]

@@ -5,14 +5,8 @@ Where a kernel of our own would be no faster, the one in plain torch is used. Ri
 and low-bit values have no kernels in Triton yet: they too run in plain torch.
 """
 
-from oktopk.kernels.cuda.elias_fano import decode_elias_fano, encode_elias_fano
-from oktopk.kernels.cuda.selection import (
-    accumulate_select,
-    kth_magnitude,
-    select,
-    select_counted,
-)
-from oktopk.kernels.cuda.sums import apply_result_, merge
+from oktopk.kernels.cuda.selection import accumulate_select, kth_magnitude, select, select_counted
+from oktopk.kernels.cuda.sums import apply_result_, decode_elias_fano, encode_elias_fano, merge
 from oktopk.kernels.reference import (
     add_at_,
     all_finite,

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""FSDP2: sharded inside a site, sparse between sites."""

@@ -356,7 +356,7 @@ REFUSED = {
     "attach": (by_attach, "or oktopk.attach_fsdp(model, ...)"),
     "attached twice": (twice, "close() its handle first"),
     "the shard group": (the_shard_group, "exactly this rank in common"),
-    "a mesh as the group": (no_group, "pass the one of its dimensions"),
+    "a mesh as the group": (no_group, "pass the one whose ranks exchange"),
     "ignored parameters": (ignored_parameters, "'head.weight' is not sharded by FSDP"),
     "nothing to train": (nothing_to_train, "nothing is trained"),
     "frozen later": (frozen_later, "was changed after attach_fsdp"),

@@ -169,7 +169,7 @@ def fsdp_by_handler(group) -> tuple[int, int, list[str]]:
 
     whole = {plain(site.handle)}
     for step in range(5):
-        with at_every_line(take, "engine/engine.py", "adapters/gradient_driver.py"):
+        with at_every_line(take, "exchange/engine.py", "adapters/driver.py"):
             sites.one_step(site, step)
         whole.add(plain(site.handle))
     site.handle.close()

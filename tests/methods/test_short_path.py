@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -165,3 +167,11 @@ def test_the_limit_is_a_setting():
     assert Settings().short_bytes == SHORT_BYTES == Work(1, 1, 1).short_bytes
     with pytest.raises(ValueError, match="short_bytes"):
         Settings(short_bytes=-1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_exchange_of_nothing_has_a_cost(method):
+    """Rank 0 announces it, also for a model whose parameters all travel dense."""
+    for numel, wire in product((0, 5), CODECS):
+        cost = METHODS[method].cost(Work(numel, 0, 4, wire, torch.float32, 3, 4096))
+        assert 0 <= cost.sent < float("inf") and 0 <= cost.bytes < float("inf")

@@ -260,13 +260,21 @@ class Notice:
     """A checksum of the weight change until the ranks have compared it; 0 afterwards, and if there
     is none."""
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether a rank can have told this; else it was damaged on the way."""
+        return min(self.num_written, self.fragment, self.num_steps) >= 0 <= self.has_finished <= 1
+
 
 def tell(mine: Notice, comm: Comm, device: torch.device) -> list[Notice]:
     """What all ranks tell, in rank order. Header: 8 bytes for each field, to every other rank."""
     words = to_device(list(astuple(mine)), torch.int64, device)
     rows = comm.all_gather_header(words, stage="agreement").tolist()
     names = list(Notice.__dataclass_fields__)
-    return [Notice(**dict(zip(names, row, strict=True))) for row in rows]
+    notices = [Notice(**dict(zip(names, row, strict=True))) for row in rows]
+    for peer in comm.peers:
+        comm.expect(notices[peer].is_possible, peer)
+    return notices
 
 
 def by_value(values: Sequence[int], ranks: Sequence[int]) -> str:

@@ -156,6 +156,8 @@ class Work:
 
     def sparse_bytes(self, num: float) -> float:
         """Bytes on the wire of so many entries, spread evenly over the gradient."""
+        if not num:
+            return 0.0
         wide = self.dtype == torch.float64
         return num * (96.0 if wide else entry_bits(self.codec, num / max(self.numel, 1))) / 8
 

@@ -58,11 +58,15 @@ def test_files_of_another_world_size_are_removed_when_all_ranks_have_saved(tmp_p
     assert names(tmp_path) == ["oktopk-0-of-2.step-1.pt", "oktopk-1-of-2.step-1.pt"]
 
 
-def test_where_a_host_sees_only_its_own_files_those_of_another_world_size_go_next_time(tmp_path):
-    save(tmp_path, 0, 3)
-    save(tmp_path, 0, 2, step=2)
-    save(tmp_path, 0, 2, step=3)
-    assert names(tmp_path) == ["oktopk-0-of-2.step-2.pt", "oktopk-0-of-2.step-3.pt"]
+def test_files_of_another_world_size_stay_while_one_rank_saves_alone(tmp_path):
+    save_all(tmp_path, 2)
+    for step in (2, 3):
+        save(tmp_path, 0, 3, step)
+    assert max(offers(tmp_path, 1, 3)) == max(offers(tmp_path, 2, 3)) == (0, 1, 0, 2)
+    assert (0, 1, 0, 2) in offers(tmp_path, 0, 3)
+    for rank in (1, 2):
+        save(tmp_path, rank, 3, step=3)
+    assert {each[3] for each in offers(tmp_path, 0, 3)} == {3}
 
 
 def test_a_host_of_its_own_needs_only_its_own_file(tmp_path):

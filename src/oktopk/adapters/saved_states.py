@@ -140,14 +140,14 @@ def write_state(
 
 def _stale(saved: list[_File], rank: int, world_size: int, now: Moment) -> list[Path]:
     """Of this rank, all but its last two and the newest that all ranks have, as far as is seen from
-    here; those of later steps are of a run that was given up. Of other world sizes all, once this
-    one has a state of every rank, or this rank has saved twice."""
+    here; those of later steps are of a run that was given up. Of other world sizes all, once every
+    rank of this one has a state: until then they may be all that can be loaded."""
     own = {each.moment: each.path for each in saved if (each.rank, each.size) == (rank, world_size)}
     complete = [each for each in _complete(saved, world_size) if each <= now]
     earlier = [each for each in own if each < now]
     kept = {now, *sorted(earlier)[-1:], *sorted(complete)[-1:]}
     stale = [path for each, path in own.items() if each not in kept]
-    if earlier or now in complete:
+    if complete:
         stale += [each.path for each in saved if each.size != world_size]
     return stale
 

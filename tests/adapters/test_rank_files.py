@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import resource
 import signal
 from contextlib import contextmanager
@@ -15,7 +16,14 @@ import torch.distributed as dist
 import oktopk
 from oktopk import simulate
 from oktopk.adapters.ddp_handle import PeriodicCheckpoint
-from oktopk.adapters.saved_states import has_states, offers, read_states, write_state
+from oktopk.adapters.saved_states import (
+    has_states,
+    moment_of,
+    nothing_to_load,
+    offers,
+    read_states,
+    write_state,
+)
 from oktopk.comm.consistency import newest_on_all
 from oktopk.utils.files import FileError
 from rounds import same_state, start, take_steps
@@ -33,7 +41,9 @@ def save_all(folder, size: int, step: int = 1) -> None:
 
 def read(folder, rank: int, size: int):
     """What a rank reads if the others have what it has."""
-    return read_states(folder, rank, size, max(offers(folder, rank, size), default=None))
+    if found := offers(folder, rank, size):
+        return read_states(folder, rank, size, max(found))
+    raise nothing_to_load(folder, rank, size)
 
 
 def names(folder) -> list[str]:
@@ -119,7 +129,7 @@ def test_what_is_missing_is_named(tmp_path):
         read(tmp_path, 0, 2)
     save(tmp_path, 0, 4, step=2)
     with pytest.raises(FileError, match="there is no step whose state all ranks have"):
-        read_states(tmp_path, 0, 4, None)
+        raise nothing_to_load(tmp_path, 0, 4)
 
 
 def test_all_ranks_choose_the_newest_that_they_have_in_common():
@@ -186,6 +196,82 @@ def test_after_a_full_disk_on_one_rank_all_load_what_all_have(worlds, tmp_path, 
     assert answers[0] == ("", True)
     assert "File too large" in answers[1][0] and "oktopk-1-of-2.step-3-2.pt" in answers[1][0]
     assert answers[1][1]
+
+
+@contextmanager
+def heard():
+    """What the logger of oktopk says meanwhile."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("oktopk").addHandler(handler)
+    try:
+        yield records
+    finally:
+        logging.getLogger("oktopk").removeHandler(handler)
+
+
+def saved_twice(group, folder: str) -> dict:
+    """The state of the first of two times that all save."""
+    rank = dist.get_rank(group)
+    net, optimizer, handle = start(group)
+    take_steps(net, optimizer, rank, range(4))
+    handle.save(folder)
+    state = handle.state_dict()
+    take_steps(net, optimizer, rank, range(4, 8))
+    handle.save(folder)
+    handle.close()
+    dist.barrier(group)
+    return state
+
+
+def load_again(group, folder: str) -> tuple[dict, list[str], str]:
+    """What is loaded, with what is said and raised."""
+    _, _, handle = start(group)
+    said = ""
+    with heard() as logged:
+        try:
+            handle.load(folder)
+        except FileError as error:
+            said = str(error)
+    state = handle.state_dict()
+    handle.close()
+    return state, logged, said
+
+
+def damage(path, kept: float) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: int(kept * len(content))])
+
+
+@pytest.mark.parametrize("kept", [0, 0.5, 0.99])
+def test_a_damaged_file_is_passed_over_by_all_ranks(worlds, tmp_path, kept):
+    first = worlds.run(2, saved_twice, str(tmp_path))
+    damage(tmp_path / "oktopk-0-of-2.step-2.pt", kept)
+    answers = worlds.run(2, load_again, str(tmp_path))
+    for (state, _, said), expected in zip(answers, first, strict=True):
+        assert not said and same_state(state, expected)
+    (warning,), others = answers[0][1], answers[1][1]
+    assert "rank 0: " in warning and "oktopk-0-of-2.step-2.pt: is damaged" in warning
+    assert "the state of step 1 is loaded instead" in warning and not others
+
+
+def test_where_another_world_size_saved_all_ranks_pass_over_a_damaged_file(worlds, tmp_path):
+    worlds.run(2, saved_twice, str(tmp_path))
+    damage(tmp_path / "oktopk-1-of-2.step-2.pt", 0.5)
+    for state, logged, said in worlds.run(3, load_again, str(tmp_path)):
+        assert not said and moment_of(state) == (1, 0)
+        assert "oktopk-1-of-2.step-2.pt: is damaged" in logged[0]
+
+
+def test_a_damaged_file_without_an_older_one_is_named_by_its_rank(worlds, tmp_path):
+    worlds.run(2, saved_twice, str(tmp_path))
+    (tmp_path / "oktopk-1-of-2.step-1.pt").unlink()
+    damage(tmp_path / "oktopk-0-of-2.step-2.pt", 0.5)
+    (_, _, damaged), (_, _, other) = worlds.run(2, load_again, str(tmp_path))
+    assert "oktopk-0-of-2.step-2.pt: is damaged" in damaged
+    assert "a rank cannot read its state of step 2" in other and "must call save" not in other
+    assert "their state is of step 1 on rank 0 but of step 2 on rank 1" in other
 
 
 def without_one_rank(group, folder: str) -> str:

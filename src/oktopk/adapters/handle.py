@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
@@ -23,6 +24,7 @@ from oktopk.adapters.saved_states import (
     moment_of,
     name_of,
     names_to_load,
+    nothing_to_load,
     offers,
     read_states,
     refuse_shared_names,
@@ -41,6 +43,8 @@ from oktopk.utils.files import FileError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
+
+log = logging.getLogger("oktopk")
 
 AgreeToLoad = Callable[[dict[str, Any], int], None]
 """Compares values of all ranks that load a state after a number of steps."""
@@ -229,9 +233,9 @@ class BaseHandle(ABC, Generic[AnyDriver]):
         """Continue from what `save` wrote into a folder, on this or another number of ranks.
 
         Every rank must call it, and they wait for each other: where one of them cannot read its
-        state, all of them raise. The newest state that all ranks have is loaded. A rank reads its
-        own file; with another world size it reads those of all ranks, and `load_state_dict` says
-        who takes over which residuals.
+        state, all of them raise. The newest state that all ranks can read is loaded; a warning
+        names a newer file that one of them cannot. A rank reads its own file; with another world
+        size it reads those of all ranks, and `load_state_dict` says who takes over which residuals.
 
         Raises:
             FileError: the folder does not have the states that are needed.
@@ -246,28 +250,57 @@ class BaseHandle(ABC, Generic[AnyDriver]):
         if no rank has found any state, it is `NoStatesError`."""
         states, problem = None, None
         self._connection.agree_to_load({}, self.step)  # names a rank that did not call it
-        found, device = offers(folder, *self._place), self.driver.parameters.device
-        chosen = self._collective(lambda: newest_on_all(found, 4, self._everyone, device))
+        found = offers(folder, *self._place)
         try:
-            states = read_states(folder, *self._place, chosen)
+            states = self._read_newest(folder, found)
             outcome = self._moment(self._parse(states))
         except NoStatesError as error:
             problem, outcome = error, "not there"
         except FileError as error:
-            problem, outcome = error, _listed(found) if chosen is None else "not readable"
+            problem, outcome = error, _listed(found)
         except StateError as error:
             problem, outcome = error, "refused"
         try:
             self._connection.agree_to_load({"their state": outcome}, self.step)
         except ValueError as error:
             reason = problem or (
-                f"{folder}: a rank cannot read its state, or has that of another step; every rank "
-                "must call save, after the same step"
+                f"{folder}: a rank cannot use its state, or has that of another step than its name "
+                "says"
             )
             kind = StateError if isinstance(problem, StateError) else FileError
             problem = kind(f"{reason} ({error})")
         if states is None or problem is not None:
             raise problem or AssertionError("no state was read")
+        return states
+
+    def _read_newest(
+        self, folder: Path, found: list[Offer]
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """The newest states of a folder that all ranks can read. Collective: a rank takes those it
+        cannot read from what it has `found`, and all choose again, until all have read them."""
+        device, states = self.driver.parameters.device, None
+        chosen: Offer | None = None
+        unreadable: list[FileError] = []
+        while True:
+            before = chosen
+            chosen = self._collective(lambda: newest_on_all(found, 4, self._everyone, device))
+            if chosen is None or chosen == before:
+                break
+            try:
+                states = read_states(folder, *self._place, chosen)
+            except FileError as error:
+                found.remove(chosen)
+                unreadable.append(error)
+        if chosen is None or states is None:
+            raise next(iter(unreadable), None) or nothing_to_load(folder, *self._place, before)
+        for error in unreadable:
+            log.warning(
+                "rank %d: %s; the state %s is loaded instead, and the weights must be those of "
+                "that step",
+                self.comm.global_rank,
+                error,
+                _listed([chosen]),
+            )
         return states
 
     @property

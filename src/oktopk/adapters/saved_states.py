@@ -173,21 +173,30 @@ def offers(folder: Path, rank: int, world_size: int) -> list[Offer]:
 
 
 def read_states(
-    folder: Path, rank: int, world_size: int, chosen: tuple[int, ...] | None
+    folder: Path, rank: int, world_size: int, chosen: Offer
 ) -> dict[str, Any] | list[dict[str, Any]]:
     """This rank's own state; if another number of ranks saved, the states of all of them.
 
-    `chosen` is an offer that all ranks have made; None if there is none, which is an error.
+    `chosen` is an offer that all ranks have made.
     """
-    if chosen is None:
-        raise _nothing_to_load(folder, rank, world_size)
     is_own, steps, local_steps, size = chosen
     if is_own:
         return read_tensors(path_of(folder, rank, size, (steps, local_steps)))
     return [read_tensors(path_of(folder, each, size, (steps, local_steps))) for each in range(size)]
 
 
-def _nothing_to_load(folder: Path, rank: int, world_size: int) -> FileError:
+def nothing_to_load(
+    folder: Path, rank: int, world_size: int, unreadable: Offer | None = None
+) -> FileError:
+    """Why there is no offer that all ranks have made; `unreadable` is one that all had made until
+    another rank could not read it."""
+    if unreadable is not None:
+        return file_error(
+            folder,
+            f"a rank cannot read its state of step {unreadable[1]}, which is damaged there, and "
+            "there is no earlier one that all ranks can read",
+            advice="its own error names the file",
+        )
     saved = _saved(folder)
     if not saved:
         return NoStatesError(f"{folder}: has no state of any rank; every rank must call save")

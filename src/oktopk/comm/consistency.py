@@ -12,7 +12,7 @@ from functools import cache
 from hashlib import sha256
 from threading import Event
 from time import monotonic
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -273,17 +273,19 @@ def check_replicas(
 LAST = 8
 """How many a rank tells of: older ones are not looked for."""
 
+Numbers = TypeVar("Numbers", bound=tuple[int, ...])
+
 
 def newest_on_all(
-    found: Iterable[tuple[int, ...]], width: int, comm: Comm, device: torch.device
-) -> tuple[int, ...] | None:
+    found: Iterable[Numbers], width: int, comm: Comm, device: torch.device
+) -> Numbers | None:
     """The largest tuple that every rank has found; None if there is none. Collective.
 
     All tuples have `width` numbers, none of which is -2. Header: 64 bytes for each of them.
     """
     nothing = (-2,) * width
     newest = sorted(found)[-LAST:]
-    table = torch.tensor(newest + [nothing] * (LAST - len(newest)), dtype=torch.int64)
+    table = torch.tensor([*newest, *[nothing] * (LAST - len(newest))], dtype=torch.int64)
     heard = comm.all_gather_header(table.to(device), stage="checkpoint").tolist()
-    common = set.intersection(*({tuple(row) for row in rows} for rows in heard)) - {nothing}
-    return max(common, default=None)
+    common = set.intersection(*({tuple(row) for row in rows} for rows in heard))
+    return max((each for each in newest if each in common), default=None)

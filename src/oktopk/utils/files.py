@@ -131,7 +131,10 @@ def read_tensors(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise file_error(path, f"cannot be read ({error.strerror or error})") from error
+        # torch looks for the end of a truncated archive before its beginning
+        is_damaged = error.errno == errno.EINVAL
+        problem = "is damaged" if is_damaged else f"cannot be read ({error.strerror or error})"
+        raise file_error(path, problem) from error
     except pickle.UnpicklingError as error:  # torch's text advises to run the code in it
         problem = "is damaged, or holds more than tensors and plain values (weights_only)"
         raise file_error(path, problem) from error

@@ -167,6 +167,15 @@ def test_a_file_that_cannot_be_written_is_named_with_what_the_system_says(tmp_pa
     assert names(tmp_path) == ["oktopk-0-of-1.step-1.pt"]
 
 
+def test_what_a_killed_process_had_begun_to_write_is_removed_by_the_next_of_its_rank(tmp_path):
+    left = [".oktopk-0-of-2.step-1.pt.part", ".oktopk-0-of-3.step-4-2.pt.part"]
+    others = [".oktopk-1-of-2.step-1.pt.part", ".other.pt.part"]
+    for name in left + others:
+        (tmp_path / name).write_bytes(b"half")
+    save(tmp_path, 0, 2, step=5)
+    assert names(tmp_path) == [*others, "oktopk-0-of-2.step-5.pt"]
+
+
 def full_disk_on_one_rank(group, folder: str, delay: int) -> tuple:
     """Rank 1 cannot write its second file; then all load."""
     rank = dist.get_rank(group)

@@ -127,6 +127,7 @@ def test_a_state_whose_names_all_ranks_share_is_refused(worlds, tmp_path, how):
             text.startswith(f"rank {rank}: torch.distributed.checkpoint keeps") for text in said
         )
         assert all("handle.by_rank instead of the handle" in text for text in said)
+        assert all("call handle.by_rank.state_dict(), whose names" in text for text in said)
 
 
 def alone(group, folder: str) -> bool:

@@ -132,6 +132,8 @@ def write_state(
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = path_of(folder, rank, world_size, moment)
+    for draft in folder.glob(f".oktopk-{rank}-of-*.part"):  # of a process that was killed in here
+        draft.unlink(missing_ok=True)
     write_tensors(path, state)
     for stale in _stale(_saved(folder), rank, world_size, moment):
         stale.unlink(missing_ok=True)
@@ -319,6 +321,8 @@ def refuse_shared_names(rank: int, world_size: int, *allowed: Any) -> None:
             raise StateError(
                 f"rank {rank}: {PACKAGE} keeps one copy of what has the same name on several "
                 "ranks, and each rank's state is its own: give it handle.by_rank instead of the "
-                "handle (dcp.save({'oktopk': handle.by_rank}, ...) and the same with dcp.load)"
+                "handle (dcp.save({'oktopk': handle.by_rank}, ...) and the same with dcp.load), "
+                "and in a state_dict() of your own call handle.by_rank.state_dict(), whose names "
+                "have the rank"
             )
         frame = frame.f_back

@@ -567,6 +567,8 @@ def test_one_process_needs_no_process_group():
     assert handle.step == 2 and handle.closed
     with pytest.raises(RuntimeError, match="was closed"):
         handle.exchange()
+    with pytest.raises(RuntimeError, match="was closed"), handle:
+        take_steps(net, optimizer, 0, range(16, 17))
 
 
 # DDP inside a site, local steps between sites.

@@ -194,6 +194,8 @@ class LocalSteps(BaseHandle[RoundDriver]):
         return self.stats
 
     def __enter__(self) -> Self:
+        if self.closed:  # the block would train alone
+            raise RuntimeError(CLOSED)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

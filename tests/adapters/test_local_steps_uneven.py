@@ -294,6 +294,24 @@ def test_different_numbers_of_steps_are_said_once(caplog, capfd):
     assert "different" not in capfd.readouterr().err + "".join(said(caplog, ""))
 
 
+def slipped_at_once(comm, ends_by: str) -> None:
+    """Rank 1 is a step behind when the first exchange begins, or in `finish` already."""
+    net, optimizer, handle = start(comm)
+    take_steps(net, optimizer, comm.rank, range(2 if comm.rank == 1 else 3))
+    if comm.rank == 0 or ends_by == "exchange":
+        handle.exchange()
+    if ends_by == "finish":
+        handle.finish()
+    handle.close()
+
+
+@pytest.mark.parametrize("ends_by", ["exchange", "finish"])
+def test_the_first_exchange_warns_of_different_numbers_as_any_other(caplog, capfd, ends_by):
+    simulate(2, lambda comm: slipped_at_once(comm, ends_by))
+    text = capfd.readouterr().err + "".join(said(caplog, "different numbers of steps"))
+    assert "exchange 0: the ranks have taken different numbers of steps, 3 on rank 0 and 2" in text
+
+
 # All ranks make the same moves.
 
 SAME = "ranks have moved their weights by the same, to the bit"

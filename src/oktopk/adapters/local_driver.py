@@ -150,8 +150,6 @@ class Offer:
 
     written: Written
     notice: Notice
-    local_steps: int
-    """Optimizer steps of the round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,14 +336,14 @@ class RoundDriver(Driver[ParameterLayout]):
             has_finished=int(self.has_finished),
             moves=0,
         )
-        return Offer(weights, change, written, notice, self.local_steps)
+        return Offer(weights, change, written, notice)
 
     def _run(self, offer: Offer, end_round: Callable[[bool], None] | None = None) -> StepStats:
         """All that is collective of an exchange. It moves the anchor and leaves the weights, which
         `end_round` may set; it is told whether the exchange was skipped."""
         begun, change = perf_counter(), offer.change
         if not self.is_checked:
-            local = {"local steps": offer.local_steps, "local steps as loaded": self.loaded_steps}
+            local = {"local steps as loaded": self.loaded_steps}
             self.check_consistency(change, **(asdict(self.options) | local))
         means: dict[str, Tensor] = {}
 

@@ -310,6 +310,18 @@ def test_shorter_steps_that_wait_longer_are_not_called_a_saving(tmp_path):
     assert "The rest of a step took 10782 ms and 17900 ms" in texts[0]
 
 
+def test_the_rest_of_a_step_is_the_median_of_the_rests(tmp_path):
+    """A step that waits longer computes for less: medians of the two are of different steps."""
+    entries = [runlogs.opening()]
+    for i in range(12):
+        whole, exposed = [(1.0, 0.1), (1.2, 0.9), (1.3, 0.2), (1.0, 0.8), (1.3, 0.5)][i % 5]
+        times = {"whole": whole, "exposed": exposed, "phase": "sparse" if i >= 6 else "dense"}
+        entries.append(runlogs.step(i) | times)
+    (text, *_) = cost_sentences(read_runlog(runlogs.write(tmp_path / "a", entries)))
+    assert "The rest of a step took 800 ms and 800 ms" in text  # of 900, 300, 1100, 200, 800
+    assert "selection and packing run beside the backward pass" in text
+
+
 def test_a_slow_step_is_not_a_spike():
     steps = [
         StepRecord(step=i, phase="dense", bytes_sent=0, bytes_dense=0, whole=9.0 if i == 7 else 1.0)

@@ -351,6 +351,9 @@ class PhaseTimes:
     seconds: dict[str, float]
     """By part, and of the whole step. A part without times is left out."""
 
+    rest: float
+    """Seconds of a step but for what waits for the exchange."""
+
     bytes_sent: float
     bytes_dense: float
 
@@ -364,6 +367,7 @@ def phase_times(runlog: RunLog) -> dict[str, PhaseTimes]:
         if steps:
             found[phase] = PhaseTimes(
                 {part: _median(steps, part) for part in TIMED_PARTS if _has(steps, part)},
+                statistics.median((step.whole or 0.0) - (step.exposed or 0.0) for step in steps),
                 statistics.median(step.bytes_sent for step in steps),
                 statistics.median(step.bytes_dense for step in steps),
             )
@@ -412,14 +416,15 @@ def _difference(runlog: RunLog, times: dict[str, PhaseTimes]) -> str:
     if len(times) < len(PHASES) or any("exposed" not in times[phase].seconds for phase in PHASES):
         return ""
     dense, sparse = (times[phase].seconds for phase in PHASES)
-    rest, dense_rest = (1e3 * (found["whole"] - found["exposed"]) for found in (sparse, dense))
+    rest, dense_rest = (1e3 * times[phase].rest for phase in reversed(PHASES))
     network = runlog.info.network
     link = f"at {network}" if network else "on this link"
     return (
         f"A sparse step waited {1e3 * sparse['exposed']:.0f} ms for the exchange and a dense one "
         f"{1e3 * dense['exposed']:.0f} ms (medians): {link} the sparse exchange "
         f"{_verdict(sparse['exposed'], dense['exposed'], dense['whole'])}. The rest of a step took "
-        f"{rest:.0f} ms and {dense_rest:.0f} ms: there batches differ, and not what is exchanged."
+        f"{rest:.0f} ms and {dense_rest:.0f} ms: batches differ there, and selection and packing "
+        "run beside the backward pass."
     )
 
 

@@ -169,3 +169,9 @@ def test_without_a_folder_for_the_cache_kernels_are_compiled_and_it_is_said():
     place = {"NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator"}
     out, _ = outputs(start(READY + told, Path("/dev/null/cache"), **place))
     assert "set NUMBA_CACHE_DIR" in out and int(out.split()[0]) > 20
+
+
+def test_kernels_that_numba_is_told_not_to_compile_have_no_cache(tmp_path):
+    code = "from oktopk.kernels.cpu.every_kernel import cache_path; print(cache_path())"
+    out, _ = outputs(start(code, tmp_path, NUMBA_DISABLE_JIT="1"))
+    assert out == "None\n"

@@ -122,7 +122,7 @@ def describe_local_steps(
 def describe_buffers(nbytes: int, replicas: int, every: int) -> str:
     """What float buffers of so many bytes add to the bytes that are announced."""
     sent = dense_allreduce(nbytes, replicas).sent / every
-    return f"; float buffers that change add up to {format_bytes(sent)}" if sent else ""
+    return f"; float buffers that change add at most {format_bytes(sent)}" if sent else ""
 
 
 def _percent(sent: float, dense: float) -> str:

@@ -10,38 +10,10 @@ from torch.nn.functional import mse_loss
 
 import oktopk
 from oktopk import simulate
+from optimizers import SAM
 from rounds import same, weights_of
 
 UNCOUNTED = "backward passes have moved the weights, and no step() of"
-
-
-class SAM(torch.optim.Optimizer):
-    """Foret et al. 2020, as it is usually written: the base optimizer is the one that steps."""
-
-    def __init__(self, params, base=torch.optim.SGD, rho=0.05, **more):
-        super().__init__(params, {"rho": rho, **more})
-        self.base_optimizer = base(self.param_groups, **more)
-        self.param_groups = self.base_optimizer.param_groups
-
-    @torch.no_grad()
-    def first_step(self):
-        for p in (p for group in self.param_groups for p in group["params"]):
-            self.state[p]["old_p"] = p.clone()
-            p.add_(p.grad * (0.05 / (p.grad.norm() + 1e-12)))
-        self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self):
-        for p in (p for group in self.param_groups for p in group["params"]):
-            p.data = self.state[p]["old_p"]
-        self.base_optimizer.step()
-        self.zero_grad()
-
-    @torch.no_grad()
-    def step(self, closure):
-        self.first_step()
-        torch.enable_grad()(closure)()
-        self.second_step()
 
 
 class Lookahead(torch.optim.Optimizer):

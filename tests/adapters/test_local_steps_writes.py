@@ -11,11 +11,13 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.functional import cross_entropy
 
 import oktopk
-from idioms import Net
+from idioms import Net, batch
 from oktopk import simulate
 from oktopk.adapters.local_notices import Notice
+from optimizers import SAM
 from rounds import same, same_state, start, take_steps, weights_of
 
 SHAPES = {name: x.shape for name, x in Net().state_dict().items()}
@@ -284,6 +286,115 @@ def test_the_weights_of_a_state_may_be_loaded_once_more_after_it():
     assert all(simulate(2, resumed_in_another_order))
 
 
+# Writes after a load are moves.
+
+
+def swapped(net, comm) -> None:
+    """Averages are copied in for an evaluation, and out."""
+    own = weights_of(net)
+    in_place(net, other_weights(comm.rank))
+    in_place(net, own)
+
+
+def swapped_by_load(net, comm) -> None:
+    own = weights_of(net)
+    net.load_state_dict(other_weights(comm.rank))
+    net.load_state_dict(own)
+
+
+def clamped(net, comm) -> None:
+    with torch.no_grad():
+        for p in net.parameters():
+            p.clamp_(-0.2, 0.2)
+
+
+def left_alone(net, comm) -> None:
+    """The run that the others are compared with."""
+
+
+def load_and_write(comm, write, at: int, when: str, options: dict) -> tuple:
+    """A load after step `at`, and writes by hand after every step or once after the next one."""
+    net, optimizer, handle = start(comm, **options)
+    writes_at = range(20) if when == "always" else [at + 1]
+    for step in range(at + 6):
+        take_steps(net, optimizer, comm.rank, range(step, step + 1))
+        if step == at:
+            net.load_state_dict(other_weights())
+        if step in writes_at:
+            write(net, comm)
+    handle.exchange()
+    state, away = handle.state_dict(), distance(net, other_weights())
+    handle.close()
+    return state, away
+
+
+DELAYS = pytest.mark.parametrize(
+    "options", [{}, {"delay": 2}, {"delay": 2, "fragments": 2}], ids=str
+)
+
+
+@DELAYS
+@pytest.mark.parametrize("when", ["once", "always"])
+@pytest.mark.parametrize("at", [3, 5, 6])
+@pytest.mark.parametrize("write", [swapped, swapped_by_load])
+def test_swapping_weights_after_a_load_changes_nothing(write, at, when, options):
+    """Wherever the load is in the round, and whether an exchange is in flight."""
+    ranks = simulate(2, lambda comm: load_and_write(comm, write, at, when, options))
+    straight = simulate(2, lambda comm: load_and_write(comm, left_alone, at, when, options))
+    for (state, _), (expected, _) in zip(ranks, straight, strict=True):
+        assert same_state(state, expected)
+
+
+@DELAYS
+@pytest.mark.parametrize("when", ["once", "always"])
+@pytest.mark.parametrize("at", [3, 5, 6])
+def test_clamping_after_a_load_is_a_move(at, when, options):
+    for _, away in simulate(2, lambda comm: load_and_write(comm, clamped, at, when, options)):
+        assert away < 0.3, "as far as 6 steps of 0.01 and the clamp take them"
+
+
+def two_loads(comm, options: dict) -> float:
+    net, optimizer, handle = start(comm, **options)
+    for at, seed in ((5, 3), (1, 7)):
+        take_steps(net, optimizer, comm.rank, range(at))
+        net.load_state_dict(other_weights(seed))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    take_steps(net, optimizer, comm.rank, range(6))
+    handle.exchange()
+    away = distance(net, other_weights(7))
+    handle.close()
+    return away
+
+
+@DELAYS
+def test_another_load_is_another_start(options):
+    assert simulate(2, lambda comm: two_loads(comm, options)) == [0, 0]
+
+
+def by_sam(comm, load_at: int) -> float:
+    torch.manual_seed(comm.rank)
+    net = Net()
+    optimizer = SAM(net.parameters(), lr=0.01)
+    handle = oktopk.local_steps(net, optimizer, comm=comm, every=4, verbose=False)
+    for step in range(12):
+        x, y = batch(comm.rank, step)
+        cross_entropy(net(x), y).backward()
+        optimizer.first_step()
+        cross_entropy(net(x), y).backward()
+        optimizer.second_step()
+        if step == load_at:
+            net.load_state_dict(other_weights())
+    away = distance(net, other_weights())
+    handle.close()
+    return away
+
+
+@pytest.mark.parametrize("load_at", [3, 5])
+def test_weights_are_loaded_between_steps_of_sam(load_at):
+    assert all(away < 0.1 for away in simulate(2, lambda comm: by_sam(comm, load_at)))
+
+
 def with_two_optimizers(comm) -> int:
     torch.manual_seed(0)
     net = Net()
@@ -420,7 +531,9 @@ def test_copies_and_pickles_of_the_model_are_not_watched():
         assert "oktopk" not in str(pickle.dumps(other).replace(b"idioms", b""))
         other.load_state_dict(other_weights())
         other.load_state_dict(other_weights())
-        assert not handle.driver.watch.written.loaded
+        in_place(net, other_weights())
+        state = handle.state_dict()
+        assert state["written"] and not state["loaded"]
     handle.close()
     assert not any(module._load_state_dict_pre_hooks for module in net.modules())
 

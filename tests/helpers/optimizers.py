@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import torch
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 
 class Groups(Optimizer):
@@ -81,3 +81,36 @@ class FusedAdam(AdamW):
 
 class AdamL2(Adam):
     """A user's own."""
+
+
+class SAM(Optimizer):
+    """Foret et al. 2020, as it is usually written: the base optimizer is the one that steps."""
+
+    def __init__(self, params, base=SGD, rho=0.05, **more):
+        super().__init__(params, {"rho": rho, **more})
+        self.base_optimizer = base(self.param_groups, **more)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def trained(self) -> list[torch.Tensor]:
+        every = (p for group in self.param_groups for p in group["params"])
+        return [p for p in every if p.grad is not None]
+
+    @torch.no_grad()
+    def first_step(self):
+        for p in self.trained():
+            self.state[p]["old_p"] = p.clone()
+            p.add_(p.grad * (0.05 / (p.grad.norm() + 1e-12)))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for p in self.trained():
+            p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure):
+        self.first_step()
+        torch.enable_grad()(closure)()
+        self.second_step()

@@ -318,7 +318,13 @@ class RoundDriver(Driver[ParameterLayout]):
 
     def look(self) -> None:
         """Note what something else than the optimizer has written to the weights until now."""
-        self.watch.look(self.views(self.anchor) if self.is_at_anchor else None)
+        with self.engine.lock:  # an exchange in flight may deal with some of it right now
+            self.watch.look(self.views(self.anchor) if self.is_at_anchor else None)
+
+    def note(self) -> None:
+        """What was written to the weights until now was the optimizer's, or the exchange's."""
+        with self.engine.lock:
+            self.watch.note()
 
     def after_step(self) -> None:
         """Count a local step."""
@@ -405,8 +411,7 @@ class RoundDriver(Driver[ParameterLayout]):
         outcome = compare(written, offer.weights, self.views(self.anchor), self.comm)
         with self.engine.lock.changing():
             self._adopt(outcome.adopted)
-            now = self.watch.written  # another load may have come since the launch
-            now.forget([name for name, x in written.values.items() if now.values.get(name) is x])
+            self.watch.forget(written)
         self._weight_change(offer.weights, offer.change, outcome.adopted)
         self.adopted = list(outcome.adopted)
         self.watch.sees_all = self.watch.sees_all and not outcome.moves

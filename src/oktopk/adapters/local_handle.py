@@ -331,7 +331,7 @@ class LocalSteps(BaseHandle[RoundDriver]):
 
     def _note_writes(self) -> None:
         for driver in self.drivers:
-            driver.watch.note()
+            driver.note()
 
     def _advance(self) -> list[Finished]:
         """Do what is due after a step; one of a rank that has finished moves nothing."""

@@ -67,44 +67,48 @@ class Watch:
 
     def note(self) -> None:
         """What was written until now was the optimizer's, or ours."""
-        self._marks = self._noted = self._parameters.marks()
-        self._kept = dict(self.written.values)
-        self._sums: dict[str, Tensor] = {}
-        """Of weights that are about to be loaded into, as they were at the last note."""
+        self._marks = self._parameters.marks()
+        self._kept = self.written.copy()
+        self._sums: dict[str, Tensor | None] = {}
+        """Of weights that were loaded into since the last note: as they were before, or None where
+        something else had written them by then."""
 
     def before_load(self, names: Iterable[str]) -> None:
         """`load_state_dict` will write these parameters."""
         weights, marks = self._parameters.stored(), self._parameters.marks()
-        for name in names:
-            if name in marks and marks[name] == self._noted[name]:
-                self._sums[name] = checksum(weights[name])
-            if name in marks:
-                self.written.loaded.add(name)
+        for name in marks.keys() & set(names) - self._sums.keys():
+            is_untouched = marks[name] == self._marks[name]
+            self._sums[name] = checksum(weights[name]) if is_untouched else None
 
     def look(self, anchors: Mapping[str, Tensor] | None) -> None:
-        """Keep what was written since the last look or note.
+        """Keep what was written since the last note.
 
         `anchors` are what the weights are if nobody has written to them, where that is known. Then
         writes through `p.data` are seen too. What was undone is no write, as far as it is known:
-        weights are loaded for an evaluation, and then those of before.
+        weights are loaded for an evaluation, and then those of before. What is written to loaded
+        weights after the step that followed is a move: only another load is another start.
         """
-        before, written = self._marks, self.written
-        self._marks = self._parameters.marks()
-        names = [name for name, mark in self._marks.items() if mark != before[name]]
+        marks, written = self._parameters.marks(), self._kept.copy()
+        names = [name for name, mark in marks.items() if mark != self._marks[name]]
         if anchors is not None and self.sees_all:
-            written.values.clear()
             names = different(self._parameters.stored(), anchors)
-        if not self.sees_all:
-            names = [name for name in names if name in written.loaded]
+        names = [name for name in names if self._is_start(name, written)]
         weights = self._parameters.stored() if names else {}
         for name in names:
-            if name in self._sums and bool(checksum(weights[name]) == self._sums[name]):
-                written.forget([name])
-                if name in self._kept:
-                    written.values[name] = self._kept[name]
-            else:
+            before = self._sums.get(name)
+            if before is None or bool(checksum(weights[name]) != before):
                 written.values[name] = weights[name].detach().clone()
-        written.loaded &= written.values.keys()
+                written.loaded |= {name} & self._sums.keys()
+        self.written = written
+
+    def forget(self, done: Written) -> None:
+        """What `done` has is dealt with; what was written to the same weights later is not."""
+        for each in (self.written, self._kept):
+            each.forget([name for name, x in done.values.items() if each.values.get(name) is x])
+
+    def _is_start(self, name: str, written: Written) -> bool:
+        """Whether a write to a parameter may be the start of the next moves."""
+        return name in self._sums or (self.sees_all and name not in written.loaded)
 
 
 def different(weights: Mapping[str, Tensor], anchors: Mapping[str, Tensor]) -> list[str]:

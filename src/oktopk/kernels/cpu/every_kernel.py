@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from numba import config
 
 from oktopk.kernels.backend import SecondMoment
 from oktopk.kernels.bits import QUANTIZE_BLOCK, QUANTIZERS
@@ -98,4 +97,5 @@ def _call_on_moments() -> Call:
 def cache_path() -> str | None:
     """The folder in which Numba keeps what it compiles; None if it may not write anywhere, or
     compiles nothing (NUMBA_DISABLE_JIT)."""
-    return None if config.DISABLE_JIT else a_kernel.stats.cache_path
+    stats = getattr(a_kernel, "stats", None)  # a plain function has none
+    return None if stats is None else stats.cache_path
